@@ -155,7 +155,7 @@ class Deployer(RedcoNames):
             cache = start_cache(compiler.cache, mesh.devices.flat[0].platform)
             saved = SavedPrograms.read(cache_folder())
             if saved is not None:
-                saved.check_environment(program_environment(mesh))
+                saved.check(program_environment(mesh))
             console, staging = _make_console(folder, peers, mesh, verbose=verbose, loggers=loggers)
         self.peers, self.watch, self.preemption = peers, Watch(peers, timeouts.hang), Preemption(peers)
         if folder is not None and described is None:

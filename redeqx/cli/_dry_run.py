@@ -152,7 +152,7 @@ def _check_save(args: argparse.Namespace) -> None:
 
 
 def _report_saved(saved: SavedPrograms, console: Console) -> None:
-    if saved.programs:
+    if saved.facts:
         files = [path.stat().st_size for path in saved.folder.iterdir() if path.name.endswith("-cache")]
         text = f"{len(files)} programs, {size_text(sum(files))}, for `Compiler(cache={str(saved.folder)!r})`"
         console.header({"folder": text}, title="saved")

@@ -21,4 +21,5 @@ from ._saved import (
     SavedPrograms as SavedPrograms,
     argument_text as argument_text,
     program_environment as program_environment,
+    step_facts as step_facts,
 )

@@ -22,6 +22,7 @@ from ..storage import write_file
 MANIFEST = "redeqx.json"
 _MIN_SECONDS = "jax_persistent_cache_min_compile_time_secs"
 _LARGE = 2**20  # the most elements of a constant whose values are compared
+_COMPUTATION = "the text of the train step (the loss, the optimizer, a constant such as the learning rate, or an option)"
 _AGAIN = "Save them again with `redeqx dry-run --save`, or pass another folder to `Compiler(cache=)`."
 
 
@@ -30,10 +31,9 @@ class SavedPrograms:
     """The manifest of a folder of programs."""
 
     folder: Path
-    # What all programs were compiled for, by name: versions, devices, flags, mesh.
-    environment: dict[str, str] = field(default_factory=dict)
-    # By name, the dtype, shape and spec of each argument, and the checksum of the program's text.
-    programs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # What a run must agree with, by name: versions, devices, flags, the mesh; the dtype, shape and spec of each argument of
+    # the train step, and the checksum of its text.
+    facts: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: str | Path | None) -> "SavedPrograms | None":
@@ -42,15 +42,22 @@ class SavedPrograms:
         if path is None or not path.is_file():
             return None
         try:
-            found = json.loads(path.read_text())
-            return cls(path.parent, found["environment"], found["programs"])
-        except (ValueError, KeyError, TypeError, OSError) as error:
+            return cls(path.parent, {str(name): str(value) for name, value in json.loads(path.read_text()).items()})
+        except (ValueError, AttributeError, OSError) as error:
             raise ValueError(f"`{path}`: expected a manifest of saved programs, got {error!r}. {_AGAIN}") from None
 
     def write(self) -> None:
         """Writes the manifest, after the programs."""
-        text = json.dumps({"environment": self.environment, "programs": self.programs}, indent=1)
-        write_file(self.folder / MANIFEST, text.encode())
+        write_file(self.folder / MANIFEST, json.dumps(self.facts, indent=1).encode())
+
+    def check(self, found: Mapping[str, str]) -> None:
+        """Raises ValueError for the first of these facts that differs."""
+        for name, value in found.items():
+            if (saved := self.facts.get(name, "unknown")) != value:
+                raise ValueError(
+                    f"`{self.folder / MANIFEST}`: expected {name} to be {_short(saved)}, as when the programs were saved, "
+                    f"got {_short(value)}. {_AGAIN}"
+                )
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -67,34 +74,6 @@ class SavedPrograms:
         finally:
             for name, value in before.items():
                 jax.config.update(name, value)
-
-    def check_environment(self, found: Mapping[str, str]) -> None:
-        """Raises ValueError for the first of these facts that differs."""
-        for name, value in found.items():
-            if (saved := self.environment.get(name, "unknown")) != value:
-                raise ValueError(
-                    f"`{self.folder / MANIFEST}`: expected {name} to be {_short(saved)}, as when the programs were saved, "
-                    f"got {_short(value)}. {_AGAIN}"
-                )
-
-    def check_program(self, name: str, arguments: Mapping[str, str], lowered: Any) -> None:
-        """Raises ValueError if a program has other arguments than the saved one of its name, or computes something else."""
-        saved, path = self.programs.get(name, {"arguments": {}, "crc32": None}), self.folder / MANIFEST
-        for argument in [*arguments, *(of for of in saved["arguments"] if of not in arguments)]:
-            was, found = (of.get(argument, "no such argument") for of in (saved["arguments"], arguments))
-            if was != found:
-                raise ValueError(
-                    f"`{path}`: expected `{argument}` of the {name} to be {was}, as saved, got {found}. {_AGAIN}"
-                )
-        if saved["crc32"] != _crc32(lowered):
-            raise ValueError(
-                f"`{path}`: expected the {name} that was saved, got another with the same arguments: the loss, the "
-                f"optimizer, a constant such as the learning rate, or an option of the step differs. {_AGAIN}"
-            )
-
-    def add(self, name: str, arguments: Mapping[str, str], lowered: Any) -> None:
-        """Adds a program to the manifest."""
-        self.programs[name] = {"arguments": dict(arguments), "crc32": _crc32(lowered)}
 
 
 def program_environment(mesh: Mesh) -> dict[str, str]:
@@ -117,9 +96,12 @@ def argument_text(array: Any) -> str:
     return f"{array.dtype}{list(array.shape)}{axes}"
 
 
-def _crc32(lowered: Any) -> int:
+def step_facts(arguments: Mapping[str, str], lowered: Any) -> dict[str, str]:
+    """Returns what a train step must have in common with the saved one, by name."""
     # The text excludes source locations and names.
-    return zlib.crc32(lowered.compiler_ir("stablehlo").operation.get_asm(large_elements_limit=_LARGE).encode())
+    text = lowered.compiler_ir("stablehlo").operation.get_asm(large_elements_limit=_LARGE)
+    facts = {f"`{name}` of the train step": value for name, value in arguments.items()}
+    return {**facts, _COMPUTATION: f"{zlib.crc32(text.encode()):08x}"}
 
 
 def _short(text: str) -> str:

@@ -28,6 +28,7 @@ from ..compiled import (
     hidden_host_share,
     host_copies,
     program_environment,
+    step_facts,
     temporaries,
     with_overlap,
     workspace_allowance,
@@ -276,8 +277,8 @@ def _save(save: SavedPrograms, work: Workload, program: Program, strategy: Strat
     init: Any = program.init_opt_state
     with save.saving():
         init.lower(program.state.trained).compile()
-    save.add("train step", program.argument_texts(_train_args(work, program, strategy)), train.lower())
-    save.environment = program_environment(program.plan.mesh)
+    arguments = program.argument_texts(_train_args(work, program, strategy))
+    save.facts = {**program_environment(program.plan.mesh), **step_facts(arguments, train.lower())}
     save.write()
 
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from .._deployer import Deployer
-from ..compiled import SavedPrograms, checked as checked_work
+from ..compiled import SavedPrograms, checked as checked_work, step_facts
 from ..data import Batch
 from ..dims import UNKNOWN
 from ..distributed import agree_on_program
@@ -100,7 +100,7 @@ class TrainSteps(CalledSteps):
         """Raises ValueError if the first train step is not the one that the cache folder was filled for."""
         saved, self._unchecked = self._unchecked, None
         if saved is not None:
-            saved.check_program("train step", program.argument_texts(args), program.train_step.lower(*args))
+            saved.check(step_facts(program.argument_texts(args), program.train_step.lower(*args)))
 
     def call_first(
         self, program: Program, args: tuple[Any, ...], batch: Batch, line: ProgressLine

@@ -117,12 +117,12 @@ def test_jax_of_the_whole_process_is_left_as_it_was(tmp_path):
 
 AGAIN = "Save them again with `redeqx dry-run --save`, or pass another folder to `Compiler(cache=)`."
 REFUSED = {
-    "arguments": ({"d": 32}, "`layers.0.weight` of the train step to be float32[16, 16]"),
-    "batch": ({"batch_size": 8}, "`batch[0].x` of the train step to be float32[1, 16, 16]"),
-    "dtype": ({"dtype": "float16"}, "`batch[0].x` of the train step to be float32[1, 16, 16]"),
+    "arguments": ({"d": 32}, "`layers.0.weight` of the train step to be 'float32[16, 16]"),
+    "batch": ({"batch_size": 8}, '`batch[0].x` of the train step to be "float32[1, 16, 16]'),
+    "dtype": ({"dtype": "float16"}, '`batch[0].x` of the train step to be "float32[1, 16, 16]'),
     "constant": (
         {"rate": 0.2},
-        "the train step that was saved, got another with the same arguments: the loss, the optimizer",
+        "the text of the train step (the loss, the optimizer, a constant such as the learning rate, or an option) to be",
     ),
     "mesh": ({"shards": (4, 2)}, "the mesh to be 'data=2 x fsdp=2 x model=2', as when the programs were saved, got 'data=1"),
 }
@@ -143,8 +143,8 @@ def test_a_run_that_differs_is_refused(name, folder, use):
 )
 def test_another_environment_is_refused(fact, folder, use, tmp_path):
     manifest = json.loads((folder / "redeqx.json").read_text())
-    now = manifest["environment"][fact]
-    manifest["environment"][fact] = "another\none"
+    now = manifest[fact]
+    manifest[fact] = "another\none"
     (tmp_path / "redeqx.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError) as caught:
         use(tmp_path, verbose=False, workdir=tmp_path / "run")
@@ -153,7 +153,7 @@ def test_another_environment_is_refused(fact, folder, use, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"environment": {}}'])
+@pytest.mark.parametrize("text", ["{", "[]", "3"])
 def test_a_damaged_manifest_is_an_error(text, use, tmp_path):
     (tmp_path / "redeqx.json").write_text(text)
     with pytest.raises(ValueError, match=r"redeqx\.json`: expected a manifest of saved programs, got .* Save them again"):
@@ -192,6 +192,6 @@ def test_programs_of_described_tpus_are_saved_twice_without_a_warning(tmp_path):
             fit(verbose=False)
     assert len([*tmp_path.glob("jit_step_fn-*-cache")]) == 1
     found = SavedPrograms.read(tmp_path)
-    assert found is not None and found.environment["the devices"] == "4 x TPU v5 lite in 1 process"
-    assert found.environment == program_environment(make_mesh(2, 2, devices=machine.devices))
-    assert "TFRT TPU v5 lite" in found.environment["the platform"]
+    assert found is not None and found.facts["the devices"] == "4 x TPU v5 lite in 1 process"
+    assert found.facts.items() >= program_environment(make_mesh(2, 2, devices=machine.devices)).items()
+    assert "TFRT TPU v5 lite" in found.facts["the platform"]
