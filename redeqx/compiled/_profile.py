@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from ..monitor import aligned
 from ._hlo import Instruction, Module, own_line, words_of
 
 _TRAINING = f"{Path(__file__).parents[1] / 'training'}{os.sep}"
@@ -51,13 +52,10 @@ class Profile:
             (f"{1e3 * each.seconds:.3f} ms", f"{each.share:.1%}", f"{each.n:.0f}", each.kind, each.op, each.line)
             for each in self.operations[:n]
         ]
-        widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-        pads = (*[str.rjust] * 3, *[str.ljust] * 3)
-        lines = ["  ".join(pad(x, n) for pad, x, n in zip(pads, row, widths, strict=True)) for row in (columns, *rows)]
         shown = sum(each.share for each in self.operations[:n])
         others = f", {len(self.operations) - n} others {sum(each.share for each in self.operations[n:]):.1%}"
         total = f"of {1e3 * self.seconds:.3f} ms a step: these {shown:.1%}" + (others if len(self.operations) > n else "")
-        return "\n".join(line.rstrip() for line in [*lines, f"{total}; a device's mean over {self.n_devices}"])
+        return "\n".join([*aligned([columns, *rows]), f"{total}; a device's mean over {self.n_devices}"])
 
 
 def profile_of(trace: Path, text: str, n_steps: int) -> Profile | None:

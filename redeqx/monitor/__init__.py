@@ -8,4 +8,4 @@ from ._jsonl import to_json as to_json
 from ._live import ProgressLine as ProgressLine, Work as Work
 from ._records import RECORDS as RECORDS, Records as Records
 from ._trackers import TRACKERS as TRACKERS, Tracker as Tracker
-from ._units import size_text as size_text
+from ._units import aligned as aligned, size_text as size_text

@@ -14,6 +14,7 @@ from ._live import ProgressLine
 from ._records import Records
 from ._terminal import Terminal
 from ._trackers import Tracker
+from ._units import aligned
 
 
 class Console:
@@ -72,12 +73,9 @@ class Console:
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Prints a table, aligned: one line per row, which is never cut."""
-        cells = [[printable(str(cell)) for cell in row] for row in (columns, *rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         self._title(title)
-        for row in cells:
-            line = "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-            self._terminal.show(Text(f"  {line}".rstrip()))
+        for line in aligned([[printable(cell) for cell in row] for row in (columns, *rows)]):
+            self._terminal.show(Text(f"  {line}"))
 
     def _title(self, title: str) -> None:
         self._terminal.show(Text(printable(title), style="bold"))

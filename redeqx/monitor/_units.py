@@ -1,4 +1,6 @@
-"""Formats numbers for people."""
+"""Formats numbers and tables for people."""
+
+from collections.abc import Sequence
 
 _SHORT_NAMES = {"learning_rate": "lr", "grad_norm": "grad norm"}
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -10,6 +12,12 @@ def size_text(n_bytes: int | float) -> str:
         if n_bytes >= size:
             return f"{n_bytes / size:,.{2 if n_bytes < 10 * size else 1}f} {unit}"
     return f"{n_bytes:.0f} B"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns a line for each row of a table, with aligned cells."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def count_text(done: int, total: int | None) -> str:

@@ -23,7 +23,7 @@ from .._quantised import quantised_leaves
 from .._tree import PyTree, array_leaves, bytes_in_memory, merged, nearest, without_indices
 from ..dims import UNKNOWN, RowUse
 from ..machine import MODEL, STORAGE_AXES, axes_of, mesh_text, n_shards, sharding_of
-from ..monitor import size_text
+from ..monitor import aligned, size_text
 from ..storage import disk_path
 from ..tracing import Trace, line_of, product_flops
 from ._codes import by_blocks, expanded, of_whole_weights, unit_shape, with_whole_weights
@@ -163,9 +163,7 @@ class Plan:
     def explain(self) -> str:
         """Returns the plan as a table of path, shape, mesh axis of each dim and reason, followed by totals, what the loss
         does with rows, and warnings."""
-        table = [("leaf", "shape", "split", "reason"), *self.rows()]
-        widths = [max(len(row[i]) for row in table) for i in range(3)]
-        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in table]
+        lines = aligned([("leaf", "shape", "split", "reason"), *self.rows()])
         lines.insert(1, "-" * max(map(len, lines)))
         return "\n".join([*lines, self._totals(), *self._notes(), *(f"warning: {warning}" for warning in self.warnings)])
 

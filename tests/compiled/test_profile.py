@@ -159,9 +159,9 @@ def test_table_text(tmp_path):
     found = profile_of(trace(tmp_path, on_tpu()), HLO, 2)
     assert found is not None
     assert found.text(2).splitlines() == [
-        "    time  share  times  kind           operation                  line",
-        "7.000 ms  35.0%      1  fusion of dot  mlp/dot_general, backward  /home/me/train.py:7",
-        "6.000 ms  30.0%      4  dot            mlp/dot_general            /home/me/train.py:7",
+        "time      share  times  kind           operation                  line",
+        "7.000 ms  35.0%  1      fusion of dot  mlp/dot_general, backward  /home/me/train.py:7",
+        "6.000 ms  30.0%  4      dot            mlp/dot_general            /home/me/train.py:7",
         "of 20.000 ms a step: these 65.0%, 2 others 25.0%; a device's mean over 1",
     ]
     assert "others" not in found.text(4)
