@@ -120,9 +120,13 @@ def describe_path(path: Location) -> tuple[Location, Report, dict[str, Location]
     except DamagedError:
         raise
     except ValueError:
-        if path.is_dir():
-            raise _unknown_path(path) from None
-        raise
+        if not path.is_dir():
+            raise
+        names = ", ".join(listed([each.name for each in sorted(path.iterdir())])) or "nothing"
+        raise ValueError(
+            f"`{path}`: expected a workdir with a complete checkpoint, a checkpoint, or a folder of safetensors files, got "
+            f"one with {names}. Pass another path; `redeqx inspect --help` lists the supported ones."
+        ) from None
     manifest = read_manifest(folder)
     files = {name: of["size"] for name, of in manifest.files.items()} | {MANIFEST: (folder / MANIFEST).stat().st_size}
     index = checkpoints.index()
@@ -131,21 +135,6 @@ def describe_path(path: Location) -> tuple[Location, Report, dict[str, Location]
     if path.is_dir() and path.resolve() != folder.resolve():  # a workdir, or its folder of checkpoints
         report["checkpoints"] = _checkpoint_rows(checkpoints, index)
     return folder, report, _sources(folder)
-
-
-def _unknown_path(path: Location) -> ValueError:
-    """Returns the error for a folder that the command does not support."""
-    entries = sorted(path.iterdir())
-    below = [each for each in entries if each.is_dir() and ((each / "ckpts").is_dir() or _sources(each))]
-    if (path / "ckpts").is_dir():
-        got, step = "a workdir without a complete checkpoint", "Inspect it after the run's first save."
-    elif below:
-        names = ", ".join(listed([each.name for each in below]))
-        got, step = f"one with such folders: {names}", f"Pass, for example, `{below[0]}`."
-    else:
-        names = ", ".join(listed([each.name for each in entries])) or "nothing"
-        got, step = f"one with {names}", "Pass another path; `redeqx inspect --help` lists the supported ones."
-    return ValueError(f"`{path}`: expected a workdir, a checkpoint, or a folder of safetensors files, got {got}. {step}")
 
 
 def _sources(folder: Location) -> dict[str, Location]:

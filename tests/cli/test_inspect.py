@@ -174,24 +174,17 @@ def test_paths_without_tensors(tmp_path, run, folder, capsys):
         "index (`runs/x/ckpts/last`), got nothing there. Pass one of those. `redeqx.load` reads a safetensors file too, "
         "`redeqx.models.from_pretrained` a folder of Hugging Face."
     )
-    assert error_of(capsys, "inspect", tmp_path) == (
-        f"`{tmp_path}`: expected a workdir, a checkpoint, or a folder of safetensors files, got one with such folders: "
-        f"folder, run. Pass, for example, `{tmp_path}/folder`."
-    )
     for i in range(100):
         (tmp_path / "many" / f"run{i:03}" / "ckpts").mkdir(parents=True)
     many = error_of(capsys, "inspect", tmp_path / "many")
-    assert "such folders: run000, run001, " in many and "run099" not in many
-    assert many.endswith(f"and 90 more. Pass, for example, `{tmp_path}/many/run000`.")
+    assert "got one with run000, run001, " in many and "run099" not in many and "and 90 more. Pass another path" in many
     (tmp_path / "empty").mkdir()
     assert error_of(capsys, "inspect", tmp_path / "empty") == (
-        f"`{tmp_path}/empty`: expected a workdir, a checkpoint, or a folder of safetensors files, got one with nothing. "
-        "Pass another path; `redeqx inspect --help` lists the supported ones."
+        f"`{tmp_path}/empty`: expected a workdir with a complete checkpoint, a checkpoint, or a folder of safetensors "
+        "files, got one with nothing. Pass another path; `redeqx inspect --help` lists the supported ones."
     )
     (tmp_path / "begun" / "ckpts").mkdir(parents=True)
-    assert error_of(capsys, "inspect", tmp_path / "begun").endswith(
-        "got a workdir without a complete checkpoint. Inspect it after the run's first save."
-    )
+    assert "expected a workdir with a complete checkpoint, " in error_of(capsys, "inspect", tmp_path / "begun")
     assert error_of(capsys, "inspect", run / "ckpts" / "frist").endswith(
         "expected one of last, first, step_00000000, step_00000001, or the path of a checkpoint, got 'frist'. Did you mean "
         "`first`? Pass one of those."
