@@ -90,6 +90,7 @@ def _dry_run(args: argparse.Namespace) -> int:
     machine = _describe_machine(args.topology, args.memory)
     console, progress = Console(None), Console(None, file=sys.stderr)
     saved = None if args.save is None else SavedPrograms(args.save)
+    got, code = "none before the end of the script", 2
     options = {"optimization": args.optimization, "search": args.search, "save": saved}
     try:
         with dry_for(machine, **options, log=progress.info, line=progress.progress(unit="compiled")) as run:
@@ -98,8 +99,10 @@ def _dry_run(args: argparse.Namespace) -> int:
         pass
     except SystemExit as error:
         if error.code not in (None, 0) and not run.done:
-            _explain_exit(error, args.script)
-            return 1
+            if not isinstance(error.code, int):  # a text, which Python prints
+                print(error.code, file=sys.stderr)
+            # The command's own codes say whether a run fits.
+            got, code = f"`sys.exit({error.code!r})` before", 1
     except BaseException as error:
         if not run.done:
             _explain(error, args.script, run.zeros)
@@ -113,11 +116,11 @@ def _dry_run(args: argparse.Namespace) -> int:
             _report_saved(saved, console)
         return int(done.code or 0)
     print(
-        f"`{args.script}`: expected a call of `Trainer.fit` or `Trainer.train`, got none before the end of the script. "
-        "Pass the script's arguments for training.",
+        f"`{args.script}`: expected a call of `Trainer.fit` or `Trainer.train`, got {got}. Pass the script's arguments for "
+        "training.",
         file=sys.stderr,
     )
-    return 2
+    return code
 
 
 def _check_json(path: Path | None) -> None:
@@ -178,17 +181,6 @@ def _explain(error: BaseException, script: str, zeros: set[str]) -> None:
             "dry run these allocate nothing.",
             file=sys.stderr,
         )
-
-
-def _explain_exit(error: SystemExit, script: str) -> None:
-    """Prints the code with which a script ended itself: the command's own codes say whether a run fits."""
-    if not isinstance(error.code, int):  # a text, which Python prints
-        print(error.code, file=sys.stderr)
-    print(
-        f"`{script}`: expected a call of `Trainer.fit` or `Trainer.train`, got `sys.exit({error.code!r})` before. Pass the "
-        "script's arguments for training.",
-        file=sys.stderr,
-    )
 
 
 def _describe_machine(topology: str, memory: int | None) -> Machine:

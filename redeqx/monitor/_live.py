@@ -41,16 +41,10 @@ RATES = {
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one device in a step.
+    """The work of one device in a step."""
 
-    **Arguments:**
-
-    - `flops`: floating point operations of the model's matmuls, forward and backward. Recomputation is not counted.
-    - `seconds`: their time at the published rates of the chip; None if those are unknown.
-    """
-
-    flops: float
-    seconds: float | None = None
+    flops: float  # of the model's matmuls, forward and backward; recomputation is not counted
+    seconds: float | None = None  # their time at the published rates of the chip; None if those are unknown
 
     def __mul__(self, share: float) -> "Work":
         return Work(self.flops * share, None if self.seconds is None else self.seconds * share)

@@ -52,22 +52,15 @@ class Row:
 
 
 class NamedTracker(Protocol):
-    """A run of a tracker.
+    """A run of a tracker."""
 
-    **Attributes:**
-
-    - `package`: the package to import. `install`: the requirement that provides it, for `pip install`.
-    - `keeps`: when its rows are safe from a kill: `"at once"`, `"soon"` (within half a second), or `"after the step"`: it
-        keeps those of the newest step in memory.
-    - `run_id`: the id by which a later process continues the run.
-    - `where`: the address or folder that shows the run.
-    """
-
-    package: str
-    install: str
+    package: str  # to import
+    install: str  # the requirement that provides it, for `pip install`
+    # When its rows are safe from a kill: soon is within half a second, and after the step, if those of the newest one
+    # are kept in memory.
     keeps: Literal["at once", "soon", "after the step"]
-    run_id: str
-    where: str
+    run_id: str  # the id by which a later process continues the run
+    where: str  # the address or folder that shows the run
 
     def __init__(self, folder: Path | None, run_id: str | None) -> None:
         """Opens the run.
