@@ -659,10 +659,11 @@ def test_invalid_batch_size_and_examples_raise():
     assert predict_error(TypeError, examples=iter(make_examples(2))) == (
         "`examples`: expected `len()` and integer items, got list_iterator. Pass a list of them."
     )
-    for examples in ("text", {"x": [1, 2]}):  # one example, or columns
-        assert predict_error(TypeError, examples=examples) == (
-            f"`examples`: expected `len()` and integer items, got {type(examples).__name__}. Pass a list of them."
-        )
+    assert predict_error(TypeError, examples="text") == (
+        "`examples`: expected `len()` and integer items, got str. Pass a list of them."
+    )
+    columns = predict_error(TypeError, examples={"x": [1, 2]})
+    assert columns.startswith("`examples`: expected one item per example, got a dict, whose items have names. Pass a list")
 
 
 def test_wrong_number_of_collated_rows_raises():
