@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from redeqx._tree import is_array_like, named_leaves
-from redeqx.storage import MergedDims, View
+from redeqx.storage import View, merge_dims
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def fused(disk: str, leaves: tuple[str, ...], sizes: Sequence[int], n_heads: int
 
     def load_heads(tensor: View) -> Sequence[View]:
         split = tensor.reshape(n_heads, ends[-1], *tensor.shape[1:])
-        return [MergedDims(split[:, a:b]) for a, b in itertools.pairwise(ends)]
+        return [merge_dims(split[:, a:b]) for a, b in itertools.pairwise(ends)]
 
     def save_heads(*parts: np.ndarray) -> np.ndarray:
         split = [part.reshape(n_heads, -1, *part.shape[1:]) for part in parts]

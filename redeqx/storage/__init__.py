@@ -6,11 +6,11 @@ checkpoints or runs. Open `_path.py` first.
 """
 
 from ._array import (
-    MergedDims as MergedDims,
     Readable as Readable,
     StoredArray as StoredArray,
     View as View,
     fetch as fetch,
+    merge_dims as merge_dims,
 )
 from ._disk import (
     StorageError as StorageError,

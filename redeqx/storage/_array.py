@@ -86,45 +86,26 @@ class StoredArray:
         return StoredArray(self.path, addresses, self._base)
 
 
-class MergedDims:
-    """A view `[a, b, ...]` as an array `[a x b, ...]`, though its elements are not next to each other in the file. Only the
-    rows that an index needs are read."""
-
-    def __init__(self, split: "np.ndarray | StoredArray"):
-        self._split = split
-        self._inner = split.shape[1]
-        self.shape = (split.shape[0] * self._inner, *split.shape[2:])
-        self.dtype, self.ndim, self.size = split.dtype, len(self.shape), math.prod(self.shape)
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        first, *rest = index if isinstance(index, tuple) else (index,)
-        if not isinstance(first, slice) or first.step not in (None, 1):
-            return np.asarray(self)[index]
-        start, stop, _ = first.indices(self.shape[0])
-        outer = start // self._inner
-        read = np.asarray(self._split[(slice(outer, -(-stop // self._inner)), slice(None), *rest)])
-        merged = read.reshape(-1, *read.shape[2:])
-        return merged[start - outer * self._inner : stop - outer * self._inner]
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        del copy  # each call reads it again
-        values = np.asarray(self._split).reshape(self.shape)
-        return values if dtype is None else values.astype(dtype, copy=False)
-
-    @property
-    def T(self) -> np.ndarray:
-        return np.asarray(self).T
-
-    def reshape(self, *shape: Any) -> np.ndarray:
-        """As `numpy.ndarray.reshape`."""
-        return np.asarray(self).reshape(*shape)
-
-    def transpose(self, *axes: Any) -> np.ndarray:
-        """As `numpy.ndarray.transpose`."""
-        return np.asarray(self).transpose(*axes)
+View: TypeAlias = np.ndarray | StoredArray  # a tensor of a file, on a disk or in an object store
 
 
-View: TypeAlias = np.ndarray | StoredArray | MergedDims  # a tensor of a file, on a disk or in an object store
+class _MergedDims:
+    """The bytes of a view `[a, b, ...]`, as if they were next to each other in the file."""
+
+    def __init__(self, split: View):
+        self._split, self._n_bytes = split, math.prod(split.shape[1:]) * split.dtype.itemsize
+
+    def read(self, start: int, stop: int) -> bytes:
+        first = start // self._n_bytes
+        read = np.ascontiguousarray(self._split[first : -(-stop // self._n_bytes)])
+        return read.tobytes()[start - first * self._n_bytes : stop - first * self._n_bytes]
+
+
+def merge_dims(split: View) -> StoredArray:
+    """Returns a view `[a, b, ...]` as an array `[a x b, ...]`, though its elements are not next to each other in the file.
+    Only the items that are used are read, and those between them."""
+    a, b, *rest = split.shape
+    return StoredArray.of(_MergedDims(split), split.nbytes).view(split.dtype).reshape(a * b, *rest)
 
 
 @dataclass(frozen=True)
