@@ -39,23 +39,18 @@ class Prefetch(Iterator[Any]):
             if other._reader == threading.get_ident():
                 wait(other._upcoming)
 
-    def peek(self) -> Any:
-        """Returns the next item, without taking it; None after the last one."""
-        item = self._peek()
-        return None if item is _END else item
-
     def __next__(self) -> Any:
-        if (item := self._peek()) is _END:
+        if (item := self.peek(_END)) is _END:
             raise StopIteration
         self._upcoming.popleft()
         if self._pool is not None:
             self._draw()
         return item
 
-    def _peek(self) -> Any:
-        """Returns the next item, `_END` after the last one."""
+    def peek(self, default: Any = None) -> Any:
+        """Returns the next item, without taking it; the default after the last one."""
         if self._items is None:
-            return _END
+            return default
         if not self._upcoming:
             self.pause_others()
             self._reader = threading.get_ident()
@@ -68,7 +63,7 @@ class Prefetch(Iterator[Any]):
         finally:
             if item is _END:
                 self.close()
-        return item
+        return default if item is _END else item
 
     def _draw(self) -> None:
         assert self._items is not None
