@@ -93,12 +93,16 @@ class _MergedDims:
     """The bytes of a view `[a, b, ...]`, as if they were next to each other in the file."""
 
     def __init__(self, split: View):
-        self._split, self._n_bytes = split, math.prod(split.shape[1:]) * split.dtype.itemsize
+        self._split, self._row = split, math.prod(split.shape[2:]) * split.dtype.itemsize
 
     def read(self, start: int, stop: int) -> bytes:
-        first = start // self._n_bytes
-        read = np.ascontiguousarray(self._split[first : -(-stop // self._n_bytes)])
-        return read.tobytes()[start - first * self._n_bytes : stop - first * self._n_bytes]
+        inner, first, last = self._split.shape[1], start // self._row, (stop - 1) // self._row
+        outer, end = first // inner, last // inner + 1
+        if end == outer + 1:  # part of one block
+            read, base = self._split[outer, first % inner : last % inner + 1], first
+        else:
+            read, base = self._split[outer:end], outer * inner
+        return np.asarray(read).tobytes()[start - base * self._row : stop - base * self._row]
 
 
 def merge_dims(split: View) -> StoredArray:

@@ -14,7 +14,7 @@ from redeqx import models
 from redeqx.checkpoint import load_tree, write_tensors
 from redeqx.cli import main
 from redeqx.machine import make_mesh
-from redeqx.storage import StoredArray, StoreError, StorePath, fetch, limits, location
+from redeqx.storage import StoredArray, StoreError, StorePath, fetch, limits, location, merge_dims
 
 
 @pytest.fixture
@@ -67,6 +67,18 @@ def test_views_match_numpy(bucket, small_requests, dtype):
         assert found.dtype == np.float64 and np.array_equal(found, VIEWS[name](values)), name
     with pytest.raises(ValueError, match=r"expected a view of its tensors, got a copy\. Read it first: `np\.asarray`"):
         whole[[3, 1]]
+
+
+@pytest.mark.parametrize("part", [16, 64, 2**20])
+@pytest.mark.parametrize("shape", [(1, 12, 3), (4, 9, 5), (3, 8)])
+def test_merged_dims_match_numpy(monkeypatch, part, shape):
+    """As those of one head after another, of queries alone, in a tensor that also has the keys."""
+    monkeypatch.setattr(limits, "part", part)
+    monkeypatch.setattr(limits, "gap", 4)
+    split = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)[:, 2:7]
+    found, expected = merge_dims(split), split.reshape(-1, *shape[2:])
+    for view in (lambda x: x, lambda x: x[1:4], lambda x: x[::2], lambda x: x.T, lambda x: x[2:2]):
+        np.testing.assert_array_equal(np.asarray(view(found)), view(expected))
 
 
 def test_failed_request_is_reported_before_the_others_are_sent(monkeypatch):
