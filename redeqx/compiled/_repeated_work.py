@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 
 from ..errors import warn
 from ..machine import n_batch_shards
-from ..tracing import GROUPED, Entered, entered, fold, line_among, line_of, product_flops, shortened
+from ..tracing import GROUPED, Entered, entered, fold, line_among, line_of, n_iterations, product_flops, shortened
 from ._hlo import Instruction, Module, frames_of, integers
 
 MAX_RATIO = 1.5  # of a device's work to its share of the step; larger ratios are reported
@@ -100,7 +100,10 @@ def _of_jaxpr(jaxpr: Any) -> _Count:
     def enter(eqn: Any) -> Entered:
         return entered(eqn)._replace(times=math.inf) if eqn.primitive.name == "while" else entered(eqn)
 
-    return _Count(fold(jaxpr, count, enter), fold(jaxpr, count, lambda eqn: entered(eqn)._replace(times=1)))
+    def once(eqn: Any) -> Entered:
+        return entered(eqn)._replace(times=entered(eqn).times / n_iterations(eqn))
+
+    return _Count(fold(jaxpr, count, enter), fold(jaxpr, count, once))
 
 
 def _lines_by_group(jaxpr: Any) -> set[str]:

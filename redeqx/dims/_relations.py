@@ -363,7 +363,7 @@ def _grouped_matmul_gradient(names: Inference, eqn: Any, ins: Sequence[Value]) -
     for dim in x[:2] if is_summed else x[1:2]:
         names.mix("sum", dim)
     names.mix("order", x[1])
-    return [[names.dim(eqn.params["setting"].n_stacks) if is_summed else x[0], sizes[1], x[2], g[2]]]
+    return [[names.dim(1) if is_summed else x[0], sizes[1], x[2], g[2]]]
 
 
 def _product(names: Inference, ins: Sequence[Value], numbers: Any, groups: Sequence[int] = ()) -> Outs:

@@ -21,4 +21,4 @@ from ._sequence import (
     forward_by_positions as forward_by_positions,
 )
 from ._setting import AttentionSetting as AttentionSetting
-from ._shared import on_each_device as on_each_device
+from ._shared import on_each_device as on_each_device, pad as pad

@@ -3,11 +3,9 @@
 There are two JAX primitives: the matmul, and the gradient of its matrices. Each is linear in its two operands, and their
 derivatives of any order are these two again, so all of them cost what the rows cost. `_grouped_lowering` computes them.
 
-If several devices share the rows, each multiplies its own under `jax.shard_map`: a slice of the sorted rows, which has parts
-of some groups. No compiler finds this split.
+They know of one device: the rule `GroupMatmuls` of `transforms` shares the rows among several, which no compiler does.
 
-Dims: `B` batch, `M` rows, `E` groups, `K` contracted, `N` outputs, `W` stacks of matrices: 1, or each of `B / W` consecutive
-entries of the batch.
+Dims: `B` batch, `M` rows, `E` groups, `K` contracted, `N` outputs, `W` stacks of matrices: `B`, or 1 that all entries share.
 """
 
 import math
@@ -20,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from .._promotion import promoting
@@ -85,19 +82,11 @@ def _matmul_shape(x: Any, weights: Any, sizes: Any, *, setting: GroupedSetting) 
 
 @grouped_gradient_p.def_abstract_eval
 def _gradient_shape(x: Any, g: Any, sizes: Any, *, setting: GroupedSetting) -> Any:
-    n = setting.n_stacks if setting.is_summed else x.shape[0]
+    n = 1 if setting.is_summed else x.shape[0]
     return make_aval((n, sizes.shape[1], x.shape[2], g.shape[2]), setting.dtype, x)
 
 
 # --- derivatives ------------------------------------------------------------------------------------------------------
-
-
-def _permuted(setting: GroupedSetting, order: Sequence[int], **changes: Any) -> GroupedSetting:
-    """Returns the setting of a product whose dims `[rows, K, N]` are these dims of another one."""
-    split = setting.split
-    if split is not None:
-        split = NamedSharding(split.mesh, P(*(split.spec[i] for i in order), *split.spec[3:]))
-    return replace(setting, split=split, **changes)
 
 
 def _define_jvp(primitive: Any) -> None:
@@ -116,25 +105,20 @@ def _transpose_matmul(g: Any, x: Any, weights: Any, sizes: Any, *, setting: Grou
     if type(g) is ad.Zero:
         return None, None, None
     if ad.is_undefined_primal(x):
-        back = _permuted(setting, (0, 2, 1), dtype=x.aval.dtype, transposed=not setting.transposed)
+        back = replace(setting, dtype=x.aval.dtype, transposed=not setting.transposed)
         return grouped_matmul_p.bind(g, weights, sizes, setting=back), None, None
-    n = weights.aval.shape[0]
-    is_summed = n == 1 or n < x.shape[0]
-    rest = {"dtype": weights.aval.dtype, "transposed": False, "is_summed": is_summed, "n_stacks": n if is_summed else 1}
-    if setting.transposed:
-        of_weights = grouped_gradient_p.bind(g, x, sizes, setting=_permuted(setting, (0, 2, 1), **rest))
-    else:
-        of_weights = grouped_gradient_p.bind(x, g, sizes, setting=replace(setting, **rest))
-    return None, of_weights, None
+    back = replace(setting, dtype=weights.aval.dtype, transposed=False, is_summed=weights.aval.shape[0] == 1)
+    operands = (g, x) if setting.transposed else (x, g)
+    return None, grouped_gradient_p.bind(*operands, sizes, setting=back), None
 
 
 def _transpose_gradient(ct: Any, x: Any, g: Any, sizes: Any, *, setting: GroupedSetting) -> Any:
     if type(ct) is ad.Zero:
         return None, None, None
     if ad.is_undefined_primal(x):
-        back = _permuted(setting, (0, 2, 1), dtype=x.aval.dtype, transposed=True, is_summed=False, n_stacks=1)
+        back = replace(setting, dtype=x.aval.dtype, transposed=True, is_summed=False)
         return grouped_matmul_p.bind(g, ct, sizes, setting=back), None, None
-    back = replace(setting, dtype=g.aval.dtype, is_summed=False, n_stacks=1)
+    back = replace(setting, dtype=g.aval.dtype, is_summed=False)
     return None, grouped_matmul_p.bind(x, ct, sizes, setting=back), None
 
 
@@ -152,9 +136,8 @@ def _matmul_batcher(operands: Sequence[Any], dims: Sequence[int | None], *, sett
     x, weights, sizes = operands
     x, sizes = _merged(x, dims[0], size), _merged(sizes, dims[2], size)
     if dims[1] is not None or weights.shape[0] > 1:
-        weights = weights if dims[1] is None else jnp.moveaxis(weights, dims[1], 0)
-        lead = size, weights.shape[-4] if weights.shape[-4] > 1 else x.shape[0] // size
-        weights = jnp.broadcast_to(weights, (*lead, *weights.shape[-3:])).reshape(-1, *weights.shape[-3:])
+        weights = _merged(weights, dims[1], size)
+        weights = jnp.repeat(weights, x.shape[0] // weights.shape[0], 0)
     out = grouped_matmul_p.bind(x, weights, sizes, setting=setting)
     return out.reshape(size, -1, *out.shape[1:]), 0
 
@@ -162,10 +145,9 @@ def _matmul_batcher(operands: Sequence[Any], dims: Sequence[int | None], *, sett
 def _gradient_batcher(operands: Sequence[Any], dims: Sequence[int | None], *, setting: GroupedSetting) -> Any:
     size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
     merged = [_merged(x, dim, size) for x, dim in zip(operands, dims, strict=True)]
-    out = grouped_gradient_p.bind(*merged, setting=replace(setting, is_summed=False, n_stacks=1))
-    if not setting.is_summed:
-        return out.reshape(size, -1, *out.shape[1:]), 0
-    return jnp.sum(out.reshape(size, setting.n_stacks, -1, *out.shape[1:]), 2, dtype=out.dtype), 0
+    out = grouped_gradient_p.bind(*merged, setting=replace(setting, is_summed=False))
+    out = out.reshape(size, -1, *out.shape[1:])
+    return jnp.sum(out, 1, keepdims=True, dtype=out.dtype) if setting.is_summed else out, 0
 
 
 for _primitive, _transpose, _batcher in (
@@ -184,24 +166,22 @@ for _primitive, _transpose, _batcher in (
 def _register(primitive: Any, fn: Callable[..., Any]) -> None:
     """Registers the lowering for each platform.
 
-    The compiler cannot partition Megablox: if several devices share arrays and the split is unknown, TPUs compute by tiles.
+    The compiler cannot partition Megablox: if several devices share arrays, TPUs compute by tiles.
     """
     on_cpu, on_gpu, on_tpu, tiled_on_tpu = (
         mlir.lower_fun(promoting(partial(fn, backend)), multiple_results=False)
         for backend in (lowering.ON_CPU, lowering.ON_GPU, lowering.ON_TPU, lowering.TILED_ON_TPU)
     )
 
-    def lower(on_platform: Callable[..., Any], ctx: Any, *operands: Any, setting: GroupedSetting) -> Any:
-        n_devices = getattr(ctx.module_context.axis_context, "num_devices", None)
-        if n_devices == 1:  # such as a function that is traced for a mesh, and called with arrays on one device
-            setting = replace(setting, split=None)
-        if on_platform is on_tpu and n_devices not in (None, 1) and setting.split is None:
-            on_platform = tiled_on_tpu
-        return on_platform(ctx, *operands, setting=setting)
+    def lower_on_tpu(ctx: Any, *operands: Any, setting: GroupedSetting) -> Any:
+        context = ctx.module_context.axis_context
+        axes = getattr(context, "manual_axes", None)  # inside of a `jax.shard_map`
+        is_local = getattr(context, "num_devices", 1) == 1 if axes is None else axes == {*context.mesh.axis_names}
+        return (on_tpu if is_local else tiled_on_tpu)(ctx, *operands, setting=setting)
 
-    mlir.register_lowering(primitive, partial(lower, on_cpu))
-    mlir.register_lowering(primitive, partial(lower, on_gpu), platform="cuda")
-    mlir.register_lowering(primitive, partial(lower, on_tpu), platform="tpu")
+    mlir.register_lowering(primitive, on_cpu)
+    mlir.register_lowering(primitive, on_gpu, platform="cuda")
+    mlir.register_lowering(primitive, lower_on_tpu, platform="tpu")
 
 
 _register(grouped_matmul_p, lowering.matmul)

@@ -24,7 +24,7 @@ def pad(x: Any, dim: int, multiple: int, value: Any = 0) -> Any:
     missing = -x.shape[dim] % multiple
     if not missing:
         return x
-    return jnp.pad(x, [(0, missing if i == dim else 0) for i in range(x.ndim)], constant_values=value)
+    return jnp.pad(x, [(0, missing if i == dim % x.ndim else 0) for i in range(x.ndim)], constant_values=value)
 
 
 def default_precision() -> Any:

@@ -61,5 +61,4 @@ from ._mesh import (
     sharding_of as sharding_of,
     split_heads as split_heads,
     split_rows as split_rows,
-    split_sorted_rows as split_sorted_rows,
 )

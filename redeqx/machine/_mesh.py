@@ -147,9 +147,3 @@ def split_heads(mesh: Mesh | AbstractMesh, *, by_rows: bool = False) -> NamedSha
     if by_rows:
         return NamedSharding(mesh, P((*BATCH_AXES, SEQUENCE), None, MODEL, None))
     return NamedSharding(mesh, P(BATCH_AXES, SEQUENCE if mesh.shape[SEQUENCE] > 1 else None, MODEL, None))
-
-
-def split_sorted_rows(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of rows `[rows, features]` that are in another order than those of a batch, such as tokens sorted
-    by their experts: over all axes but the model axis."""
-    return NamedSharding(mesh, P((*BATCH_AXES, SEQUENCE), None))

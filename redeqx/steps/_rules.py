@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 
 from ..dims import Inputs
-from ..machine import SEQUENCE, axes_of, sharding_of, split_heads, split_sorted_rows
+from ..machine import SEQUENCE, axes_of, sharding_of, split_heads
 from ..memory import Loop
 from ..partition import Plan
 from ..tracing import Rule
@@ -103,7 +103,7 @@ def plan_rules(
         FixPools(mesh, inputs=given),
         InCustomDerivatives(fixes),
         Reshard(splits, mesh),
-        GroupMatmuls(split_sorted_rows(mesh), splits, given),
+        GroupMatmuls(mesh, splits, given),
         FuseAttention(split_heads(mesh), inputs=given) if compute.fuse_attention else None,
         products if role != "prediction" else None,
         PickByComparison() if is_trained else None,

@@ -1,5 +1,9 @@
-"""Sums numbers over the equations of a jaxpr and of its calls, branches and loops, which count as often as they run."""
+"""Sums numbers over the equations of a jaxpr and of its calls, branches and loops, which count as often as they run.
 
+What each device computes by `jax.shard_map` counts once for each of these devices.
+"""
+
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -9,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ._inner import all_inside, n_iterations
+from ._inner import insides, n_iterations
 
 _RARELY = "redeqx_rarely"  # no scope of a user
 
@@ -42,8 +46,11 @@ class Entered(NamedTuple):
 
 def entered(eqn: Any) -> Entered:
     """Returns the jaxprs inside an equation. A loop of unknown length has one iteration."""
-    inside = [inner.jaxpr for inner in all_inside(eqn)]
-    return Entered(inside, n_iterations(eqn), eqn.primitive.name == "cond", is_rare(str(eqn.source_info.name_stack)))
+    inside = [inner.closed.jaxpr for inner in insides(eqn) if inner.role != "condition"]
+    times = n_iterations(eqn)
+    if eqn.primitive.name == "shard_map":
+        times = math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
+    return Entered(inside, times, eqn.primitive.name == "cond", is_rare(str(eqn.source_info.name_stack)))
 
 
 def fold(

@@ -21,10 +21,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
 from ..dims import Inputs, Positions, positions_of
-from ..kernels import GroupedSetting, grouped_gradient_p, grouped_matmul_p
+from ..kernels import GroupedSetting, grouped_gradient_p, grouped_matmul_p, pad
 from ..machine import MODEL
 from ..partition import values_by
 from ..tracing import GROUPED, Body, Rule, Site, as_fun, equations, has_tag, plain
@@ -33,8 +33,6 @@ from ._exchanged_rows import chosen_exchanges
 from ._expert_parts import Copies, ExpertParts
 from ._sort_by_shard import SortsByShard
 
-_PRIMITIVES = (grouped_matmul_p.name, grouped_gradient_p.name)
-
 
 @dataclass(frozen=True)
 class GroupMatmuls(Rule):
@@ -42,12 +40,11 @@ class GroupMatmuls(Rule):
 
     **Arguments:**
 
-    - `rows`: the sharding of sorted rows `[rows, features]`.
     - `splits`: for each of the function's first inputs, the dim that the model axis splits, or None.
     - `inputs`: what the function's inputs are, if a sequence axis splits positions; else None.
     """
 
-    rows: NamedSharding
+    mesh: Mesh
     splits: Sequence[int | None]
     inputs: Inputs | None = None
 
@@ -55,9 +52,8 @@ class GroupMatmuls(Rule):
         found = [eqn for eqn in equations(closed) if eqn.primitive.name in GROUPED]
         if not found:
             return None
-        mesh = self.rows.mesh
-        assert isinstance(mesh, Mesh), "its devices are known"
-        rule = _GroupMatmuls(self.rows, SortsByShard(mesh), ExpertParts(mesh), Exchanges(mesh))
+        mesh = self.mesh
+        rule = _GroupMatmuls(mesh, SortsByShard(mesh), ExpertParts(mesh), Exchanges(mesh))
         if mesh.size == 1:
             return rule
         body, n_weights, n_shards = Body(closed), len(self.splits), mesh.shape[MODEL]
@@ -82,7 +78,7 @@ class GroupMatmuls(Rule):
 class _GroupMatmuls(Rule):
     """The rule for one function. `dims` are those of both operands of its products that the model axis splits."""
 
-    rows: NamedSharding
+    mesh: Mesh
     sorts: SortsByShard
     parts: ExpertParts
     exchanges: Exchanges
@@ -96,9 +92,7 @@ class _GroupMatmuls(Rule):
     def claims(self, eqn: Any) -> bool:
         if eqn in self.sorts or eqn in self.parts or eqn in self.exchanges:
             return True
-        if eqn.primitive.name in _PRIMITIVES:
-            return eqn.params["setting"].split is None
-        return eqn.primitive.name == "ragged_dot_general" and _form(eqn) is not None
+        return eqn.primitive.name in GROUPED and _form(eqn) is not None
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         if eqn in self.exchanges:
@@ -114,31 +108,112 @@ class _GroupMatmuls(Rule):
         return self.parts.compute(eqn, ins, compute) if eqn in self.parts else compute(ins)
 
     def _product(self, eqn: Any, form: "_Form", values: list[Any], copies: Any) -> Sequence[Any]:
-        rows, is_by_shard = self.rows.spec[0], self.sorts.is_product(eqn)
-        if is_by_shard:
-            values, rows = list(self.sorts.operands(eqn, *values)), self.sorts.axes(eqn)
         is_row, is_column = (self.is_split(eqn, dims) for dims in form.sides)
-        spec = P(rows, MODEL if is_row else None, MODEL if is_column and not is_row else None)
-        setting = replace(form.setting, split=NamedSharding(self.rows.mesh, spec))
-        how = _ALL
-        if is_row and eqn in self.parts.products:
-            how = _PARTS
-        elif is_column and copies is not None:
-            values, how = [copies, *values[1:]], _COPIES
-        compute = partial(form.compute, setting, is_by_shard=is_by_shard, how=how)
-        closed = jax.make_jaxpr(compute)(*(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values))
-        at_line = [each.replace(source_info=eqn.source_info) for each in closed.jaxpr.eqns]
-        (out,) = as_fun(closed.replace(jaxpr=closed.jaxpr.replace(eqns=at_line)))(*values)
-        return [self.parts.in_parts(out) if how == _PARTS else out]
+        of_rows = None
+        if self.sorts.is_product(eqn):
+            values, of_rows = list(self.sorts.operands(eqn, *values)), self.sorts.axes(eqn)
+        has_parts = is_row and eqn in self.parts.products
+        has_copies = is_column and not is_row and copies is not None and form.shares_matrices
+        values = [copies, *values[1:]] if has_copies else values
+        division = _Division(self.mesh, of_rows, 0 if is_row else 1 if is_column else None, has_copies, has_parts)
+        closed = jax.make_jaxpr(partial(form.compute, division))(*map(_shape_of, values))
+        (out,) = as_fun(closed.replace(jaxpr=_at(closed.jaxpr, eqn.source_info)))(*values)
+        return [self.parts.in_parts(out) if has_parts else out]
 
     def is_split(self, eqn: Any, dims: tuple[Sequence[int], Sequence[int]]) -> bool:
         """Whether the model axis splits one of these dims of the operands."""
         return any(dim in own for dim, own in zip(self.dims.get(eqn, ()), dims, strict=False))
 
 
-# What each device of the model axis has: all of the product's operand and of the output, or their parts along features; a
-# copy of the operand, in a leading dim; or a part of the sum that is the output, in a leading dim.
-_ALL, _COPIES, _PARTS = "all", "copies", "parts"
+def _shape_of(value: Any) -> Any:
+    return jax.ShapeDtypeStruct(value.shape, value.dtype)
+
+
+def _at(jaxpr: Any, source: Any) -> Any:
+    """Returns a jaxpr whose equations, and those of a `shard_map`, have the line of another one."""
+
+    def moved(eqn: Any) -> Any:
+        inner = {"jaxpr": _at(eqn.params["jaxpr"], source)} if eqn.primitive.name == "shard_map" else {}
+        return eqn.replace(source_info=source, params={**eqn.params, **inner})
+
+    return jaxpr.replace(eqns=list(map(moved, jaxpr.eqns)))
+
+
+@dataclass(frozen=True)
+class _Division:
+    """How the devices of a mesh share a product of rows `[B, M, K]` with `[W, E, K, N]`, or the gradient of the latter.
+
+    **Arguments:**
+
+    - `of_rows`: the mesh axes that split `B`, and those that split `M` into the rows of shards, each with its own groups;
+        None for groups of all rows, which devices share as far as `B` divides, and else by rows.
+    - `of_model`: 0 if the model axis splits `K`, 1 if it splits `N`, or None.
+    - `has_copies`: whether each device of the model axis has a copy of the rows, in a leading dim.
+    - `has_parts`: whether it has a part of the sum over `K`, in a leading dim of the output.
+    """
+
+    mesh: Mesh
+    of_rows: tuple[Sequence[str], Sequence[str]] | None
+    of_model: int | None
+    has_copies: bool
+    has_parts: bool
+
+    def compute(self, form: "_Form", a: Any, b: Any, sizes: Any) -> Any:
+        """Returns the output, given `sizes` `[B, E]`, or `[B, shards, E]`."""
+        primitive, setting, n_rows = form.primitive, form.setting, a.shape[-2]
+        if self.mesh.size == 1:
+            return primitive.bind(a, b, sizes, setting=setting)
+        is_gradient, is_by_shard = primitive is grouped_gradient_p, self.of_rows is not None
+        batch, rows = self._axes(a.shape[-3])
+        n_outputs = b.shape[2 if is_gradient or setting.transposed else 3]
+        inputs, outputs = (
+            MODEL if self.of_model == i and self._n(MODEL) > 1 and n % self._n(MODEL) == 0 else None
+            for i, n in enumerate((a.shape[-1], n_outputs))
+        )
+        a = pad(a, -2, self._n(*rows))
+        if rows and not is_by_shard:
+            setting = replace(setting, mean=n_rows / sizes.shape[-1])
+        if is_gradient:
+            b, of_b, out = pad(b, 1, self._n(*rows)), P(batch, rows, outputs), (None, inputs, outputs)
+            summed, out = ((*batch, *rows), (None, *out)) if setting.is_summed else (rows, (batch, *out))
+        else:
+            of_b = P(batch if len(b) > 1 else None, None, *((outputs, inputs) if setting.transposed else (inputs, outputs)))
+            summed, out = (MODEL,) if inputs else (), (batch, rows, outputs)
+
+        def on_device(a: Any, b: Any, sizes: Any) -> Any:
+            if is_by_shard:
+                sizes = sizes[:, 0]
+            elif rows:
+                sizes = sizes_of_rows(sizes, jax.lax.axis_index(rows) * a.shape[-2], a.shape[-2])
+            found = primitive.bind(a[0] if self.has_copies else a, b, sizes, setting=setting)
+            return found[None] if summed else found
+
+        specs = P(*[MODEL] * self.has_copies, batch, rows, inputs), of_b, P(batch, rows if is_by_shard else None)
+        # The parts of a sum leave the devices: a sum on them would be one more in the derivative.
+        used = {*batch, *rows, *filter(None, (inputs, outputs))}
+        of_out = P(*[summed] * bool(summed), *out)
+        run = jax.shard_map(on_device, mesh=self.mesh, in_specs=specs, out_specs=of_out, axis_names=used, check_vma=False)
+        found = run(a, b, sizes)
+        found = jax.lax.reduce_sum(found, (0,)) if summed and not self.has_parts else found
+        return found if is_gradient else jax.lax.slice_in_dim(found, 0, n_rows, axis=-2)
+
+    def _axes(self, n_batch: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Returns the mesh axes that split the batch and the rows. Those of size 1 are among them: what a spec does not name
+        is summed in the derivative."""
+        batch, rows = map(list, self.of_rows or ((), ()))
+        for axis in (
+            axis for axis in self.mesh.shape if axis not in (*batch, *rows, *([MODEL] if self._n(MODEL) > 1 else []))
+        ):
+            (rows if n_batch % self._n(*batch, axis) else batch).append(axis)
+        return tuple(batch), tuple(rows)
+
+    def _n(self, *axes: str) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+
+def sizes_of_rows(sizes: Any, first: Any, n: int) -> Any:
+    """Returns how many rows of each group, of these sizes `[B, E]`, are among `n` consecutive ones."""
+    return jnp.diff(jnp.clip(jnp.cumsum(sizes, axis=1) - first, 0, n), axis=1, prepend=0)
 
 
 @dataclass(frozen=True)
@@ -168,45 +243,27 @@ class _Form:
             inputs, outputs = second[: len(first)], second[len(first) :]
         return (first[:1], inputs[:1]), ((), outputs[:1])
 
-    def compute(
-        self, setting: GroupedSetting, a: Any, b: Any, sizes: Any, *, is_by_shard: bool = False, how: str = _ALL
-    ) -> Any:
-        """Returns the output; with `_PARTS` its parts, `[parts, ...]`. If `is_by_shard`, the rows are those of several
-        shards, one after the other, and `sizes` are `[*batch, shards, E]`."""
-        n, n_batch, n_shards = len(self.lead), math.prod(self.lead), sizes.shape[-2] if is_by_shard else 1
-        if not is_by_shard:
-            sizes = jnp.broadcast_to(sizes, (*self.lead, sizes.shape[-1]))
+    def compute(self, division: _Division, a: Any, b: Any, sizes: Any) -> Any:
+        """Returns the output, or its parts."""
+        n, n_batch = len(self.lead), math.prod(self.lead)
 
-        def by_shard(x: Any) -> Any:  # `[batch, rows, ...]` as `[shards * batch, rows of a shard, ...]`
-            x = x.reshape(n_batch, n_shards, -1, *x.shape[2:])
-            return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
+        def arranged(x: Any, order: Sequence[int]) -> Any:
+            x = jnp.transpose(x, order)
+            return x.reshape(n_batch, -1, math.prod(x.shape[n + 1 :]))
 
-        def joined(x: Any) -> Any:
-            x = x.reshape(n_shards, n_batch, *x.shape[1:])
-            return jnp.swapaxes(x, 0, 1).reshape(n_batch, -1, x.shape[-1])
-
-        def arranged(a: Any) -> Any:
-            a = jnp.transpose(a, self.orders[0])
-            return by_shard(a.reshape(n_batch, -1, math.prod(a.shape[n + 1 :])))
-
-        sizes = by_shard(sizes.reshape(n_batch, n_shards, -1))[:, 0]
-
-        b = jnp.transpose(b, self.orders[1])
+        a = jax.vmap(partial(arranged, order=self.orders[0]))(a) if division.has_copies else arranged(a, self.orders[0])
+        if division.of_rows is None:
+            sizes = jnp.broadcast_to(sizes, (*self.lead, sizes.shape[-1])).reshape(n_batch, -1)
+        else:
+            sizes = sizes.reshape(n_batch, -1, sizes.shape[-1])
         if self.primitive is grouped_gradient_p:
-            a = arranged(a)
-            setting = replace(setting, is_summed=True) if is_by_shard else setting
-            out = grouped_gradient_p.bind(a, b.reshape(*a.shape[:2], -1), sizes, setting=setting)
+            out = division.compute(self, a, arranged(b, self.orders[1]), sizes)
             return (jnp.swapaxes(out, 0, 1) if self.is_by_group else out).reshape(self.shape)
-        a = jax.vmap(arranged)(a) if how == _COPIES else arranged(a)
-        rest = b.shape[self.n_leading :]
-        sides = (-1, a.shape[-1]) if setting.transposed else (a.shape[-1], -1)
-        b = b.reshape(math.prod(b.shape[: self.n_leading]), rest[0], *sides)
-        if how == _ALL:
-            return joined(grouped_matmul_p.bind(a, b, sizes, setting=setting)).reshape(self.shape)
-        out = jax.vmap(joined)(_by_parts(setting, a, b[0], sizes))
-        if how == _COPIES:
-            return jnp.moveaxis(out, 0, 2).reshape(self.shape)
-        return out.reshape(len(out), *self.shape)
+        b = jnp.transpose(b, self.orders[1])
+        sides = (-1, a.shape[-1]) if self.setting.transposed else (a.shape[-1], -1)
+        b = b.reshape(math.prod(b.shape[: self.n_leading]), b.shape[self.n_leading], *sides)
+        out = division.compute(self, a, b, sizes)
+        return out.reshape(*([len(out)] if division.has_parts else []), *self.shape)
 
     def of_device(self, a: Any, b: Any, sizes: Any) -> Any:
         """Returns the output for rows that are all on one device, of all entries of the batch together: `sizes` are
@@ -217,24 +274,6 @@ class _Form:
         matrices = b.reshape(1, b.shape[self.n_leading], *sides)
         out = grouped_matmul_p.bind(a.reshape(1, -1, size), matrices, sizes[None], setting=self.setting)
         return out.reshape(*a.shape[: n + 1], *self.shape[n + 1 :])
-
-
-def _by_parts(setting: GroupedSetting, a: Any, matrices: Any, sizes: Any) -> Any:
-    """Returns the product with each part of the matrices, `[parts, B, M, N of a part]`.
-
-    The parts are along N if `a` is `[parts, B, M, K]`, and along K if it is `[B, M, K]`.
-    """
-    assert setting.split is not None
-    n = setting.split.mesh.shape[MODEL]
-    along = 2 if (a.ndim == 4) != setting.transposed else 1
-    if a.ndim == 3:
-        a = jnp.moveaxis(a.reshape(*a.shape[:2], n, -1), 2, 0)
-    shape = matrices.shape
-    stacks = jnp.moveaxis(matrices.reshape(*shape[:along], n, -1, *shape[along + 1 :]), along, 0)
-    split = NamedSharding(setting.split.mesh, P(setting.split.spec[0], None, None, MODEL))
-    operands = a.reshape(-1, *a.shape[2:]), stacks, jnp.tile(sizes, (n, 1))
-    out = grouped_matmul_p.bind(*operands, setting=replace(setting, split=split))
-    return out.reshape(n, -1, *out.shape[1:])
 
 
 def _form_of_primitive(eqn: Any) -> _Form:

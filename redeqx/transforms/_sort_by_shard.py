@@ -107,9 +107,9 @@ class SortsByShard:
         until = jnp.sum(positions[..., None] < ends, axis=-2, dtype=sizes.dtype)
         return a, b, self._split(sort, jnp.diff(until, axis=-1, prepend=0))
 
-    def axes(self, eqn: Any) -> tuple[str, ...]:
-        """Returns the mesh axes that split the rows of a grouped matmul: its shards come before the batch."""
-        return (SEQUENCE, *BATCH_AXES) if self._sorts[eqn].lead else (*BATCH_AXES, SEQUENCE)
+    def axes(self, eqn: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Returns the mesh axes that split the batch, and those that split the rows, of a grouped matmul."""
+        return (BATCH_AXES, (SEQUENCE,)) if self._sorts[eqn].lead else ((), (*BATCH_AXES, SEQUENCE))
 
     def positions(self, sort: SortedRows) -> jax.Array:
         """Returns the position of each row in the sort, `[*batch, rows]`, in the order of the shards."""

@@ -1,4 +1,4 @@
-"""Grouped matmuls: values and all derivatives against a dense formula, any sizes of groups, meshes, TPU kernels, errors."""
+"""Grouped matmuls: values and all derivatives against a dense formula, any sizes of groups, errors."""
 
 from functools import partial
 
@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _grouped_tiles import n_grouped_tiles
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
-from redeqx.kernels import GroupedSetting, grouped_gradient_p, grouped_matmul, grouped_matmul_p
+from redeqx.kernels import grouped_gradient_p, grouped_matmul, grouped_matmul_p
 from redeqx.machine import make_mesh
 from tests._programs import computed
 from tests._tree import drawn
@@ -182,74 +182,6 @@ def test_eight_devices_multiply_the_rows_of_one(seed):
 
 
 # --- several devices -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("spec", "n_rows"),
-    [
-        (P(("data", "fsdp"), None, "model"), ROWS),
-        (P(("data", "fsdp"), "model", None), 45),
-        pytest.param(P(("data", "fsdp"), None, None), 45, marks=pytest.mark.sweep),
-        pytest.param(P("data", "model", None), ROWS, marks=pytest.mark.sweep),
-        pytest.param(P(None, None, "model"), ROWS, marks=pytest.mark.sweep),
-    ],
-)
-def test_devices_share_the_rows(spec, n_rows):
-    mesh = make_mesh(n_model_shards=2, n_fsdp_shards=2)
-    split = NamedSharding(mesh, spec)
-
-    def fn(x, weights, sizes):
-        setting = GroupedSetting(x.dtype, split=split)
-        return grouped_matmul_p.bind(x[None], weights[None], sizes[None], setting=setting)[0]
-
-    x, weights = jax.device_put(draw((n_rows, K), (GROUPS, K, N)), NamedSharding(mesh, P()))
-    for sizes in ([3, 30, 1, 11], [0, 0, 45, 0], [10, 0, 7, 5]):
-        want = value_and_grads(dense, x, weights, jnp.array(sizes))
-        assert_close(value_and_grads(fn, x, weights, jnp.array(sizes)), want)
-    # Each device has its own rows, and no more.
-    text = value_and_grads.lower(fn, x, weights, jnp.zeros(GROUPS, int)).compile().as_text()
-    n_shards = {None: 1, "data": 2}.get(spec[0], 4)
-    assert f"[{-(-n_rows // n_shards)}," in text
-
-
-@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.sweep), pytest.param(4, marks=pytest.mark.sweep)])
-def test_devices_share_a_batch_of_rows(n):
-    """Over 2 x 2 shards: 4 entries are split, of 3 the rows are, and of 2 both."""
-    mesh = make_mesh(n_model_shards=2, n_fsdp_shards=2)
-    setting = GroupedSetting(jnp.float32, split=NamedSharding(mesh, P(("data", "fsdp"), None, "model")))
-    x, weights = jax.device_put(draw((n, ROWS, K), (GROUPS, K, N)), NamedSharding(mesh, P()))
-    sizes = jnp.array(list(SIZES.values())[:n])
-
-    def fn(x, weights, sizes):
-        return grouped_matmul_p.bind(x, weights[None], sizes, setting=setting)
-
-    want = value_and_grads(jax.vmap(dense, (0, None, 0)), x, weights, sizes)
-    assert_close(value_and_grads(fn, x, weights, sizes), want)
-
-
-@pytest.mark.parametrize(
-    ("spec", "n_stacks"),
-    [
-        (P(("data", "fsdp"), None, None, "model"), 2),
-        pytest.param(None, 2, marks=pytest.mark.sweep),
-        pytest.param(P(("data", "fsdp"), None, "model"), 4, marks=pytest.mark.sweep),  # the batch axes split the stacks
-        pytest.param(P(("data", "fsdp"), None, None, "model"), 4, marks=pytest.mark.sweep),  # more than model shards
-    ],
-)
-def test_stacks_of_matrices(spec, n_stacks):
-    """Each is for a half, or a quarter, of the batch."""
-    mesh = make_mesh(n_model_shards=2, n_fsdp_shards=2)
-    split = None if spec is None else NamedSharding(mesh, spec)
-    x, weights = jax.device_put(draw((8, ROWS, K), (n_stacks, GROUPS, K, N)), NamedSharding(mesh, P()))
-    sizes = jnp.array([*SIZES.values(), *SIZES.values()][:8])
-
-    def fn(x, weights, sizes):
-        return grouped_matmul_p.bind(x, weights, sizes, setting=GroupedSetting(jnp.float32, split=split))
-
-    def each(x, weights, sizes):
-        return jax.vmap(dense)(x, jnp.repeat(weights, 8 // n_stacks, 0), sizes)
-
-    assert_close(value_and_grads(fn, x, weights, sizes), value_and_grads(each, x, weights, sizes))
 
 
 def test_inside_a_shard_map(operands):

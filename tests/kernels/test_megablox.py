@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _grouped_tiles import n_grouped_tiles
-from jax.sharding import NamedSharding, PartitionSpec as P
 
-from redeqx.kernels import GroupedSetting, _megablox as megablox, grouped_matmul, grouped_matmul_p
+from redeqx.kernels import _megablox as megablox, grouped_matmul
 from redeqx.machine import make_mesh, split_rows
+from redeqx.tracing import transformed
+from redeqx.transforms import GroupMatmuls
 
 ROWS, K, N, GROUPS = 200, 8, 12, 4
 
@@ -79,10 +80,6 @@ def test_an_unknown_split_over_devices_falls_back_to_tiles():
     x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split_rows(mesh))
     sizes = jnp.zeros(GROUPS, jnp.int32)
     assert "tpu_custom_call" not in lowered(grouped_matmul, x, weights, sizes)
-    setting = GroupedSetting(jnp.float32, split=NamedSharding(mesh, P(("data", "fsdp"), None, "model")))
-
-    def known(x, weights, sizes):
-        return grouped_matmul_p.bind(x[None], weights[None], sizes[None], setting=setting)
-
-    text = lowered(known, x, weights, sizes)
+    known = transformed(lambda weights, x, sizes: grouped_matmul(x, weights, sizes), [GroupMatmuls(mesh, (2,))])
+    text = lowered(lambda x, weights, sizes: known(weights, x, sizes), x, weights, sizes)
     assert text.count("tpu_custom_call") == 2 and "manual_computation" in text

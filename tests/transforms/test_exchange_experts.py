@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import redeqx
-from redeqx.machine import make_mesh, split_rows, split_sorted_rows
+from redeqx.machine import make_mesh, split_rows
 from redeqx.models.nn import MixtureOfExperts
 from redeqx.tracing import transformed
 from redeqx.transforms import GroupMatmuls
@@ -94,7 +94,7 @@ def test_values_and_gradients_are_those_of_one_device(fn, weights, shards):
 
         return jax.jit(run)
 
-    ruled = transformed(fn, [GroupMatmuls(split_sorted_rows(mesh), splits)])
+    ruled = transformed(fn, [GroupMatmuls(mesh, splits)])
     specs = [NamedSharding(mesh, P() if split is None else P("model")) for split in splits]
     args = (
         jax.device_put(weights, jax.tree.unflatten(jax.tree.structure(weights), specs)),

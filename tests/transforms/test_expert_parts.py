@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from redeqx.compiled import Module, collectives
-from redeqx.machine import make_mesh, split_rows, split_sorted_rows
+from redeqx.machine import make_mesh, split_rows
 from redeqx.models.nn import MixtureOfExperts
 from redeqx.tracing import transformed
 from redeqx.transforms import GroupMatmuls
@@ -68,7 +68,7 @@ def check(fn, splits, weights, x, shards):
         return jax.jit(run)
 
     wanted = step(fn)(weights, x)
-    ruled = transformed(fn, [GroupMatmuls(split_sorted_rows(mesh), splits)])
+    ruled = transformed(fn, [GroupMatmuls(mesh, splits)])
     args = [
         jax.device_put(w, NamedSharding(mesh, P(*["model" if i == dim else None for i in range(w.ndim)])))
         for w, dim in zip(jax.tree.leaves(weights), splits, strict=True)

@@ -9,17 +9,18 @@ import numpy as np
 import optax
 import pytest
 from _mixtures import LanguageModel, T, loss_fn
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import redeqx
 from redeqx.kernels import grouped_matmul
-from redeqx.machine import make_mesh, split_sorted_rows
-from redeqx.tracing import equations, matmul_flops, transformed
+from redeqx.machine import make_mesh
+from redeqx.tracing import insides, matmul_flops, transformed
 from redeqx.transforms import GroupMatmuls, RematLoops
 from tests._programs import assert_all_close, computed
 from tests._tree import drawn
 
 M, K, N, E, B = 24, 8, 12, 4, 3
-RULE = GroupMatmuls(split_sorted_rows(make_mesh()), ())
+RULE = GroupMatmuls(make_mesh(), ())
 
 
 def draw(*shapes):
@@ -27,7 +28,15 @@ def draw(*shapes):
 
 
 def names(fn, *args):
-    return [eqn.primitive.name for eqn in equations(jax.make_jaxpr(fn)(*args))]
+    """The primitives of a function's equations, also of those that each device computes."""
+
+    def of(closed):
+        for eqn in closed.jaxpr.eqns:
+            yield eqn.primitive.name
+            for inner in insides(eqn):
+                yield from of(inner.closed)
+
+    return list(of(jax.make_jaxpr(fn)(*args)))
 
 
 def general(dims, ragged, groups, **kwargs):
@@ -102,10 +111,6 @@ def test_inside_branches_remats_and_derivatives():
     x, weights = draw((M, K), (E, K, K))
     weights, sizes = K**-0.5 * weights, jnp.array([5, 0, 12, 4])
 
-    def dense(x, weights, sizes):
-        group = jnp.sum(jnp.arange(M)[:, None] >= jnp.cumsum(sizes), 1)
-        return jnp.einsum("me,mk,ekn->mn", jax.nn.one_hot(group, E), x, weights)
-
     def fn(product, x, weights):
         inner = jax.grad(lambda w: jnp.sin(product(x, w, sizes)).sum())(weights)
         y = jax.checkpoint(lambda w: product(x, w, sizes))(inner)
@@ -113,9 +118,87 @@ def test_inside_branches_remats_and_derivatives():
 
     ruled = transformed(partial(fn, jax.lax.ragged_dot), [RULE])
     assert "ragged_dot_general" not in names(jax.grad(ruled, (0, 1)), x, weights)
-    by_formula = partial(fn, dense)
+    by_formula = partial(fn, lambda x, weights, sizes: dense(weights, x, sizes))
     for a, b in zip(*(jax.jit(jax.grad(each, (0, 1)))(x, weights) for each in (ruled, by_formula)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * float(jnp.abs(b).max()))
+
+
+# --- several devices -----------------------------------------------------------------------------------------------------
+
+SIZES = {"skewed": [2, 15, 1, 6], "empty": [0, 10, 0, 12], "all in one": [0, 0, 21, 0], "rows outside": [10, 0, 4, 5]}
+
+
+def dense(weights, x, sizes):
+    """Multiplies all rows with all matrices, and picks those of each row's group."""
+    group = jnp.sum(jnp.arange(len(x))[:, None] >= jnp.cumsum(sizes), 1)
+    return jnp.einsum("me,mk,ekn->mn", jax.nn.one_hot(group, E), x, weights)
+
+
+def of_groups(weights, x, sizes):
+    return grouped_matmul(x, weights, sizes)
+
+
+@partial(jax.jit, static_argnums=0)
+def value_and_grads(fn, weights, x, sizes):
+    """The output, and the gradients of a weighted sum of it."""
+
+    def total(weights, x):
+        out = fn(weights, x, sizes)
+        return jnp.sum(out * jnp.cos(jnp.arange(out.size)).reshape(out.shape)), out
+
+    return jax.grad(total, (0, 1), has_aux=True)(weights, x)
+
+
+def check_on_mesh(mesh, split, fn, wanted, weights, x, sizes):
+    """Compares values and gradients with those of a dense formula; returns the program."""
+    ruled = transformed(fn, [GroupMatmuls(mesh, (split,))])
+    weights, x = jax.device_put((weights, x), NamedSharding(mesh, P()))
+    found, want = (value_and_grads(each, weights, x, jnp.array(sizes)) for each in (ruled, wanted))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * max(1.0, np.abs(b).max()))
+    return value_and_grads.lower(ruled, weights, x, jnp.array(sizes)).compile().as_text()
+
+
+OF_THREE = {"n_model_shards": 2, "n_fsdp_shards": 2}
+
+
+@pytest.mark.parametrize(
+    ("split", "n_rows", "shards"),
+    [
+        (2, M, OF_THREE),
+        (1, 21, OF_THREE),
+        pytest.param(None, 21, OF_THREE, marks=pytest.mark.sweep),
+        pytest.param(1, M, {"n_model_shards": 2, "n_sequence_shards": 4}, marks=pytest.mark.sweep),
+        pytest.param(2, M, {"n_model_shards": 4}, marks=pytest.mark.sweep),
+    ],
+)
+def test_devices_share_the_rows(split, n_rows, shards):
+    mesh = make_mesh(**shards)
+    x, weights = draw((n_rows, K), (E, K, N))
+    for sizes in list(SIZES.values())[:: 1 if n_rows == 21 else 3]:
+        text = check_on_mesh(mesh, split, of_groups, dense, weights, x, sizes)
+    # Each device has its own rows, and no more.
+    assert f"[{-(-n_rows // (8 // shards['n_model_shards']))}," in text
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.sweep), pytest.param(4, marks=pytest.mark.sweep)])
+def test_devices_share_a_batch_of_rows(n):
+    """Over 2 x 2 shards: 4 entries are split, of 3 the rows are, and of 2 both."""
+    x, weights = draw((n, M, K), (E, K, N))
+    wanted = jax.vmap(dense, (None, 0, 0))
+    check_on_mesh(make_mesh(**OF_THREE), 2, of_groups, wanted, weights, x, list(SIZES.values())[:n])
+
+
+@pytest.mark.parametrize(
+    ("split", "n_stacks"),
+    [(3, 2), pytest.param(None, 2, marks=pytest.mark.sweep), pytest.param(3, 4, marks=pytest.mark.sweep)],
+)
+def test_stacks_of_matrices(split, n_stacks):
+    """Each is for a half, or a quarter, of the batch."""
+    x, weights = draw((n_stacks, 8 // n_stacks, M, K), (n_stacks, E, K, N))
+    sizes = np.array([*SIZES.values()] * 2).reshape(*x.shape[:2], E)
+    wanted = jax.vmap(jax.vmap(dense, (None, 0, 0)))
+    check_on_mesh(make_mesh(**OF_THREE), split, jax.vmap(of_groups), wanted, weights, x, sizes)
 
 
 # --- a mixture of experts that knows nothing of redeqx ------------------------------------------------------------------

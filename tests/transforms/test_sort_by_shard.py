@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from redeqx.compiled import Module, collectives
 from redeqx.dims import Inputs
 from redeqx.kernels import grouped_matmul
-from redeqx.machine import make_mesh, split_sorted_rows
+from redeqx.machine import make_mesh
 from redeqx.tracing import transformed
 from redeqx.transforms import GroupMatmuls
 
@@ -200,7 +200,8 @@ def step(fns):
     ids=["local", "all local, model=2", "all local, sequence=2", "sent"],
 )
 def test_values_and_what_is_sent(fns, shards):
-    of_rows = check(fns, make_mesh(**shards), (N, D), split_sorted_rows(make_mesh(**shards)))
+    mesh = make_mesh(**shards)
+    of_rows = check(fns, mesh, (N, D), NamedSharding(mesh, P(("data", "fsdp", "sequence"))))
     assert bool(of_rows) == (fns is SENT), of_rows  # keys are sent, rows are not
 
 
@@ -225,7 +226,7 @@ def check(fns, mesh, shape, split, inputs=None):
     p = {name: 0.3 * jax.random.normal(key, of) for (name, of), key in zip(shapes.items(), keys, strict=False)}
     x = jax.random.normal(keys[4], shape)
     wanted = jax.jit(step(fns))(p, x)
-    rule = GroupMatmuls(split_sorted_rows(mesh), (None,) * len(p), inputs)
+    rule = GroupMatmuls(mesh, (None,) * len(p), inputs)
     args = jax.device_put(p, NamedSharding(mesh, P())), jax.device_put(x, split)
     compiled = jax.jit(step({name: transformed(fn, [rule]) for name, fn in fns.items()})).lower(*args).compile()
     for name, outs in compiled(*args).items():
