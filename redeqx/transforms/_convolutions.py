@@ -40,7 +40,7 @@ from ..machine import BATCH_AXES, MODEL, SEQUENCE, n_batch_shards
 from ..tracing import Site, plain, run
 from ._by_positions import ByPositions
 from ._constrain import split_over
-from ._windows import in_windows
+from ._pads import pad
 
 _COUNTS = ("feature_group_count", "batch_group_count")  # the second is the first's weight gradient, as in a user's `grad_fn`
 
@@ -163,14 +163,25 @@ def _in_windows(eqn: Any, x: jax.Array, i: int, n: int) -> tuple[Any, jax.Array]
     They are the first factor of the rows."""
     numbers, params = eqn.params["dimension_numbers"], eqn.params
     batch, dim = numbers.lhs_spec[0], numbers.lhs_spec[2 + i]
-    x = in_windows(
-        x, dim, n, 0,
-        n_results=eqn.outvars[0].aval.shape[numbers.out_spec[2 + i]],
-        size=eqn.invars[1].aval.shape[numbers.rhs_spec[2 + i]],
-        stride=params["window_strides"][i],
-        padding=params["padding"][i],
-        dilations=(params["lhs_dilation"][i], params["rhs_dilation"][i]),
-    )  # fmt: skip
+    n_results, size = eqn.outvars[0].aval.shape[numbers.out_spec[2 + i]], eqn.invars[1].aval.shape[numbers.rhs_spec[2 + i]]
+    n_own = n_results // n * params["window_strides"][i]  # entries of a part that the next one does not read
+    n_edge = max((size - 1) * params["rhs_dilation"][i] + 1 - params["window_strides"][i], 0)
+    low, dilation = params["padding"][i][0], params["lhs_dilation"][i]
+    high = n * n_own + n_edge - low - ((x.shape[dim] - 1) * dilation + 1)
+    x = pad(x, jnp.zeros((), x.dtype), [(low, high, dilation - 1) if j == dim else (0, 0, 0) for j in range(x.ndim)])
+    n_next = -(-n_edge // n_own)  # the parts after one of which it reads some
+    own = jax.lax.slice_in_dim(x, 0, n * n_own, axis=dim)
+    last = jax.lax.slice_in_dim(x, n * n_own, None, axis=dim)
+    last = jnp.pad(last, [(0, n_next * n_own - n_edge if j == dim else 0) for j in range(x.ndim)])
+    own, last = (
+        each.reshape(*x.shape[:dim], count, n_own, *x.shape[dim + 1 :]) for each, count in ((own, n), (last, n_next))
+    )
+    parts = [own]
+    for k in range(1, n_next + 1):
+        width = min(n_own, n_edge - (k - 1) * n_own)
+        edges = [jax.lax.slice_in_dim(each, 0, width, axis=dim + 1) for each in (own, last)]
+        parts.append(jax.lax.slice_in_dim(jnp.concatenate(edges, dim), k, k + n, axis=dim))
+    x = jnp.concatenate(parts, dim + 1)
     x = jnp.moveaxis(x, dim, batch)
     x = x.reshape(*x.shape[:batch], n * x.shape[batch + 1], *x.shape[batch + 2 :])
     none = {"padding": (0, 0), "lhs_dilation": 1}
