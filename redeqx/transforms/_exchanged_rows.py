@@ -5,7 +5,7 @@ which stacks are split so. `_exchange_experts` computes them.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -125,9 +125,11 @@ def expert_stacks(trace: Trace, mesh: Mesh, *, splits_residual: bool) -> dict[st
 def _exchange_of(sort: SortedRows, jaxpr: Any, body: Body, n_weights: int) -> Exchange | None:
     """Returns the exchange of a sort; None if its equations do not fit."""
     products = [eqn for eqn in jaxpr.eqns if eqn in sort.roles and eqn.primitive.name in GROUPED]
-    eqns = _between(products, jaxpr)
+    # Two products may read two views of the same rows, which are then sent, and got back, once.
+    views = [view for eqn in products for view in _views_before(sort, body, eqn, products)]
+    eqns = _between({*products, *views}, products[-1], jaxpr)
     read = [reader for eqn in eqns[:-1] for var in eqn.outvars for reader in body.readers(var)]
-    if not set(read) <= set(eqns) or not set(products) <= set(eqns):
+    if not {*read, *products} <= set(eqns):
         return None
     inside = {var for eqn in eqns for var in eqn.outvars}
     matrices, entries = dict[Any, Matrices](), dict[Any, None]()
@@ -149,55 +151,41 @@ def _exchange_of(sort: SortedRows, jaxpr: Any, body: Body, n_weights: int) -> Ex
                 return None
             else:
                 entries[atom] = None
-    eqns = _with_views(sort, body, eqns, entries)
     before = [chain_before(body, atom, body.closed.jaxpr.invars[:n_weights]) for atom in entries]
     after = [eqn for eqn, _ in chain_after(body, products[-1].outvars[0])]
     sizes = [
         min([n_bytes(atom), *(n_bytes(eqn.invars[0]) for eqn in found)]) for atom, found in zip(entries, before, strict=True)
     ]
     after_them = min(n_bytes(eqn.outvars[0]) for eqn in (products[-1], *after))
-    in_order = [eqn for eqn in jaxpr.eqns if eqn in eqns]
     views = [*chain.from_iterable(before), *after]
-    return Exchange(sort, in_order, list(entries), matrices, views, max(sizes, default=0) + after_them)
+    return Exchange(sort, eqns, list(entries), matrices, views, max(sizes, default=0) + after_them)
 
 
-def _between(products: Sequence[Any], jaxpr: Any) -> list[Any]:
-    """Returns the equations from the first of some products to the last: all that depend on one, and on which the last one
-    depends."""
+def _between(starts: Collection[Any], last: Any, jaxpr: Any) -> list[Any]:
+    """Returns the equations from some to the last one: those that depend on one of them, and on which the last depends."""
     after, before, eqns = set[Any](), set[Any](), list[Any]()
     for eqn in jaxpr.eqns:
-        if eqn in products or not after.isdisjoint(variables(eqn.invars)):
+        if eqn in starts or not after.isdisjoint(variables(eqn.invars)):
             after.update(eqn.outvars)
     for eqn in reversed(jaxpr.eqns):
-        if (eqn is products[-1] or not before.isdisjoint(eqn.outvars)) and not after.isdisjoint(eqn.outvars):
+        if (eqn is last or not before.isdisjoint(eqn.outvars)) and not after.isdisjoint(eqn.outvars):
             eqns.append(eqn)
             before.update(variables(eqn.invars))
     return eqns[::-1]
 
 
-def _with_views(sort: SortedRows, body: Body, eqns: Sequence[Any], entries: dict[Any, None]) -> set[Any]:
-    """Replaces entries that are views of rows by these rows. Returns the equations with the views: two products may read two
-    views of the same rows, which are then sent, and got back, once."""
-    found = set(eqns)
-    for atom in list(entries):
-        source, views = atom, set[Any]()
-        while (view := body.producer(source)) is not None and _is_view(sort, view):
-            if not set(body.readers(source)) <= found | views:
-                break
-            views.add(view)
-            (source,) = view.invars
-            if _is_first(sort, source):
-                found |= views
-                del entries[atom]
-                entries[source] = None
-                atom, views = source, set()
-    return found
-
-
-def _is_view(sort: SortedRows, eqn: Any) -> bool:
-    """Whether an equation adds or removes dims of size 1 of rows."""
-    is_view = eqn.primitive.name in ("reshape", "squeeze", "broadcast_in_dim") and len(eqn.invars) == 1
-    return is_view and sort.dim(eqn.invars[0]) is not None and n_bytes(eqn.invars[0]) == n_bytes(eqn.outvars[0])
+def _views_before(sort: SortedRows, body: Body, product: Any, products: Collection[Any]) -> list[Any]:
+    """Returns the equations before one of some products that add or remove dims of size 1 of its rows, and of no others."""
+    views, n, atom = list[Any](), 0, product.invars[0]
+    while (view := body.producer(atom)) is not None and view.primitive.name in _VIEWS[:3]:
+        if sort.dim(view.invars[0]) is None or not set(body.readers(atom)) <= {*products, *views}:
+            break
+        (atom,) = view.invars
+        if n_bytes(atom) != n_bytes(view.outvars[0]):
+            break
+        views.append(view)
+        n = len(views) if _is_first(sort, atom) else n
+    return views[:n]
 
 
 def _keeps_rows(sort: SortedRows, eqn: Any) -> bool:

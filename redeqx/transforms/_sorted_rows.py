@@ -96,11 +96,11 @@ class SortedRows:
             return None
         try:
             if name == "gather" and dims[0] is None:
-                return self._follow_lookup(eqn)
+                return self._follow_lookup(eqn, dims)
             if name in SCATTERS and dims[0] is None and dims[1] is not None:
-                return self._follow_scatter(eqn)
+                return self._follow_scatter(eqn, dims)
             if name in GROUPED:
-                return self._follow_product(eqn)
+                return self._follow_product(eqn, dims)
             return self._follow_any(eqn, dims)
         except _Unknown:
             sorted_vars = [var for var, dim in zip(eqn.invars, dims, strict=True) if dim is not None]
@@ -127,18 +127,14 @@ class SortedRows:
             raise _Unknown
         self.inverses.update(eqn.outvars)
 
-    def _follow_lookup(self, eqn: Any) -> None:
+    def _follow_lookup(self, eqn: Any, dims: Sequence[int | None]) -> None:
         """Rows looked up by an index that is sorted."""
-        places = _index_dims(eqn.params["dimension_numbers"].offset_dims, len(eqn.outvars[0].aval.shape))
-        index_dim = self.dims[eqn.invars[1]]
-        along, batching = len(self.lead), tuple(eqn.params["dimension_numbers"].start_indices_batching_dims)
-        if batching not in ((), tuple(range(along))) or index_dim >= len(places):
-            raise _Unknown
-        self.dims[eqn.outvars[0]] = places[index_dim]
-        is_of_rows = self._is_of_rows(eqn) and index_dim == along and len(places) == along + 1
-        if is_of_rows and self._stays(eqn.invars[1], eqn.invars[0]):
+        self._follow_any(eqn, dims)
+        (x, indices), (out,) = eqn.invars, eqn.outvars
+        is_of_rows = self._is_of_rows(eqn) and self.dims[indices] == len(self.lead) and x.aval.ndim == out.aval.ndim
+        if is_of_rows and self._stays(indices, x):
             self.roles[eqn] = "own lookup"
-            self._follow_copies(eqn.invars[0])
+            self._follow_copies(x)
 
     def _follow_copies(self, atom: Any) -> None:
         """Rows that are looked up by a constant index before they are sorted, once for each choice."""
@@ -148,55 +144,41 @@ class SortedRows:
         if self.body.is_constant(eqn.invars[1]) and self._stays(eqn.invars[1], eqn.invars[0]):
             self.roles[eqn] = "own lookup"
 
-    def _follow_scatter(self, eqn: Any) -> None:
+    def _follow_scatter(self, eqn: Any, dims: Sequence[int | None]) -> None:
         """Rows written to, or added at, indices that are sorted."""
-        numbers, (x, indices, updates) = eqn.params["dimension_numbers"], eqn.invars
-        places = _index_dims(numbers.update_window_dims, len(updates.aval.shape))
-        along = len(self.lead)
-        lead = tuple(range(along))
-        if tuple(numbers.scatter_indices_batching_dims) != lead or self.dims[indices] >= len(places):
+        numbers, (x, indices, updates), along = eqn.params["dimension_numbers"], eqn.invars, len(self.lead)
+        is_unique = eqn.primitive.name != "scatter" or eqn.params["unique_indices"] or self._is_injective(indices)
+        if not is_unique or tuple(numbers.scatter_indices_batching_dims) != tuple(range(along)):
             raise _Unknown
-        if eqn.primitive.name == "scatter" and not (eqn.params["unique_indices"] or self._is_injective(indices)):
-            raise _Unknown
-        self._move(eqn, {2: places[self.dims[indices]]})
+        self._follow_any(eqn, dims, in_any_order=True)
         is_simple = (
-            len(places) == along + 1
-            and tuple(numbers.operand_batching_dims) == lead
-            and tuple(numbers.update_window_dims) == tuple(range(along + 1, len(updates.aval.shape)))
+            tuple(numbers.operand_batching_dims) == tuple(range(along))
+            and tuple(numbers.update_window_dims) == tuple(range(along + 1, updates.aval.ndim))
             and tuple(numbers.inserted_window_dims) == tuple(numbers.scatter_dims_to_operand_dims) == (along,)
             and updates.aval.shape[along + 1 :] == x.aval.shape[along + 1 :]
         )
         self.roles[eqn] = "own scatter" if is_simple and self._stays(indices, x) else "as written"
 
-    def _follow_product(self, eqn: Any) -> None:
-        is_primitive = "setting" in eqn.params
-        is_gradient = eqn.primitive.name == "grouped_matmul_gradient"
-        rows, along = (1,), len(self.lead)
-        if is_primitive and eqn.invars[0].aval.shape[0] != math.prod(self.lead):
+    def _follow_product(self, eqn: Any, dims: Sequence[int | None]) -> None:
+        """A grouped matmul of sorted rows, or the gradient of its matrices, with the groups of this sort alone."""
+        (x, _, sizes), along, numbers = eqn.invars, len(self.lead), eqn.params.get("ragged_dot_dimension_numbers")
+        (rows,), is_gradient, is_primitive = Related(eqn).combined(0, "order"), Related(eqn).group is None, numbers is None
+        is_known = dims[0] in (None, rows) and dims[2] is None and (is_gradient or dims[1] is None)
+        if is_primitive:
+            is_known = is_known and x.aval.shape[0] == math.prod(self.lead)
+        else:
+            is_known = is_known and not numbers.dot_dimension_numbers[1][0] and eqn.params["group_offset"] is None
+            is_known = is_known and len(sizes.aval.shape) <= along + 1
+        if not is_known or (self.lead and (is_gradient or sizes.aval.shape[:-1] != self.lead)):
             raise _Unknown
-        if self.lead and (is_gradient or eqn.invars[2].aval.shape[:-1] != self.lead):
-            raise _Unknown
-        if not is_primitive:
-            numbers = eqn.params["ragged_dot_dimension_numbers"]
-            (contracted, batch), rows = numbers.dot_dimension_numbers, tuple(numbers.lhs_ragged_dimensions)
-            if batch[0] or eqn.params["group_offset"] is not None or len(eqn.invars[2].aval.shape) > along + 1:
-                raise _Unknown
-            is_gradient = rows[0] in contracted[0]
-            if len(contracted[0]) > 1 and is_gradient:
-                raise _Unknown
-            free = [dim for dim in range(len(eqn.invars[0].aval.shape)) if dim not in contracted[0]]
-            if not is_gradient and (len(free) <= along or free[along] != rows[0] or (along and rows[0] != along)):
-                raise _Unknown
-        second = contracted[1][0] if is_gradient and not is_primitive else 1
-        if self.dim(eqn.invars[2]) is not None or (not is_gradient and self.dim(eqn.invars[1]) is not None):
-            raise _Unknown
-        self._move(eqn, {0: rows[0], **({1: second} if is_gradient else {})})
+        self._follow_any(eqn, [rows, *dims[1:]], in_any_order=True)
         self.roles[eqn] = "as written"  # computed by the rule of grouped matmuls
-        if not is_gradient:
-            self.dims[eqn.outvars[0]] = 1 if is_primitive else along
+        if not is_gradient and self.dim(eqn.outvars[0]) != (1 if is_primitive else along):
+            raise _Unknown
 
-    def _follow_any(self, eqn: Any, dims: Sequence[int | None]) -> None:
-        """An equation that treats all entries of the sorted dim alike."""
+    def _follow_any(self, eqn: Any, dims: Sequence[int | None], *, in_any_order: bool = False) -> None:
+        """An equation that treats all entries of the sorted dim alike, also if it sums or drops them `in_any_order`."""
+        in_any_order = in_any_order or eqn.primitive.name in _ANY_ORDER
         if eqn.effects:
             raise _Unknown
         if insides(eqn) or eqn.primitive.name.startswith("custom_"):
@@ -218,7 +200,7 @@ class SortedRows:
         lead = {tuple(related.ins[i][: len(self.lead)]) for i, dim in enumerate(dims) if dim is not None}
         for i, of_operand in enumerate(related.ins):
             found = [dim for dim, each in enumerate(of_operand) if not set(factors).isdisjoint(each)]
-            is_mixed = not set(found).isdisjoint(related.combined(i)) and eqn.primitive.name not in _ANY_ORDER
+            is_mixed = not set(found).isdisjoint(related.combined(i)) and not in_any_order
             if is_mixed or len(found) > 1 or any(tuple(of_operand[dim]) != factors for dim in found):
                 raise _Unknown
             if found and tuple(of_operand[: len(self.lead)]) not in lead:
@@ -234,7 +216,7 @@ class SortedRows:
                 raise _Unknown  # what is arranged later is taken to have the batch in front
             if found:
                 self.dims[var] = found[0]
-            elif eqn.primitive.name not in _ANY_ORDER:
+            elif not in_any_order:
                 raise _Unknown
 
     def _move(self, eqn: Any, places: Mapping[int, int]) -> None:
@@ -351,8 +333,3 @@ def jaxprs_in(closed: Any) -> list[Any]:
     """Returns a jaxpr and those inside it, without those that compute on shards."""
     inner = [each.closed for eqn in closed.jaxpr.eqns for each in insides(eqn) if each.role != "manual"]
     return [closed.jaxpr, *(jaxpr for each in inner for jaxpr in jaxprs_in(each))]
-
-
-def _index_dims(others: Sequence[int], n: int) -> list[int]:
-    """Returns the dims of a gather's output, or of a scatter's updates, that are those of the indices."""
-    return [dim for dim in range(n) if dim not in others]
