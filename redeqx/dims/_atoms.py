@@ -63,16 +63,10 @@ def have_common_factors(one: Dim, two: Dim) -> bool:
 
 @dataclass(eq=False)
 class Value:
-    """A value at one place of a traced function.
-
-    One that depends on weights and constants only is polymorphic: each use has atoms of its own, as a polymorphic type has,
-    so that names do not spread through shared or square weights.
-    """
+    """A value at one place of a traced function."""
 
     aval: Any
     dims: tuple[Dim, ...]  # one for each dim of its shape
-    is_polymorphic: bool = False
-    base: "Value | None" = None  # the polymorphic value that this use reads
     index_of: Dim | None = None  # the dim whose index each entry equals, as of an `iota`
     columns: tuple[Dim | None, ...] | None = None  # the same for each entry of the last dim, as of the indices of a gather
     is_negative: bool = False  # whether it is `index < 0`
@@ -83,14 +77,9 @@ class Value:
     def depends(self, *values: "Value") -> "Value":
         """Records that this value is computed from others. Returns it."""
         for each in values:
-            self.reads.append(each.source)
-            each.source.readers.append(self)
+            self.reads.append(each)
+            each.readers.append(self)
         return self
-
-    @property
-    def source(self) -> "Value":
-        """The value itself, for a use too."""
-        return self.base or self
 
     @property
     def atoms(self) -> list[Atom]:
@@ -149,7 +138,7 @@ def steps_of(block: Block) -> Iterator[Step]:
 
 def reached(starts: Iterable[Value], edges: Callable[[Value], Iterable[Value]]) -> set[int]:
     """Returns the ids of the values that can be reached from some."""
-    found, todo = set[int](), [value.source for value in starts]
+    found, todo = set[int](), list(starts)
     while todo:
         value = todo.pop()
         if id(value) not in found:

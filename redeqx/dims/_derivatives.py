@@ -36,7 +36,7 @@ def take_derivative(names: Any, step: Step, ins: Sequence[Value], outs: Sequence
     """Adds the derivative of an equation to its step, unless no gradient is taken of it. Returns the outputs."""
     if not names.is_differentiated:
         return list(outs)
-    step.derivative = derivative = Block([*ins, *(Value(out.aval, names.use(out).dims) for out in outs if is_float(out))])
+    step.derivative = derivative = Block([*ins, *(Value(out.aval, out.dims) for out in outs if is_float(out))])
     try:
         closed = without_remats(normal(derivative_of(step.eqn)))
     except Exception:  # the user's, who may never ask for a gradient

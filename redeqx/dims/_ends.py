@@ -12,7 +12,7 @@ def ends_of_rows(step: Step) -> Value | None:
     rows that have ended. Otherwise returns None."""
     condition, body = step.blocks
     made = {id(out): by for block in step.blocks for by in block.steps for out in by.outs}
-    any_row = made.get(id(condition.outs[0].source))
+    any_row = made.get(id(condition.outs[0]))
     if any_row is None or any_row.name != "reduce_or":
         return None
     goes_on = any_row.ins[0]
@@ -32,21 +32,21 @@ def ends_of_rows(step: Step) -> Value | None:
             by, other = made.get(id(one)), made.get(id(two))
             if by is None or other is None or by.outs.index(one) != other.outs.index(two) or not alike(by.eqn, other.eqn):
                 return False
-            todo += [(a.source, b.source) for a, b in zip(by.ins, other.ins, strict=True)]
+            todo += [(a, b) for a, b in zip(by.ins, other.ins, strict=True)]
         return True
 
     def is_kept(value: Value, before: Value) -> bool:
         """Whether the rows of a carry that have ended keep their values."""
         by = made.get(id(value))
-        if value is before or by is None or by.name != "select_n" or by.ins[1].source is not before:
+        if value is before or by is None or by.name != "select_n" or by.ins[1] is not before:
             return value is before
-        which = by.ins[0].source
+        which = by.ins[0]
         while (view := made.get(id(which))) is not None and view.name in _VIEWS:
-            which = view.ins[0].source
-        return are_same(which, goes_on.source)
+            which = view.ins[0]
+        return are_same(which, goes_on)
 
     carry = body.ins[len(body.ins) - len(body.outs) :]
-    return goes_on if all(is_kept(out.source, slot.source) for out, slot in zip(body.outs, carry, strict=True)) else None
+    return goes_on if all(is_kept(out, slot) for out, slot in zip(body.outs, carry, strict=True)) else None
 
 
 def raises(block: Block) -> bool:

@@ -45,8 +45,6 @@ class Growth:
         self.unexplained: set[int] = set()
         ours, others = list(steps_of(names.root)), list(steps_of(other.root))
         has_same_steps = [s.name for s in ours] == [s.name for s in others]
-        if has_same_steps:
-            _name_as_used(names, other, ours, others)  # which may divide the rows
         self.rows, self.group, self.is_grouped = frozenset(names.rows), 1, False
         self.is_comparable = has_same_steps and len(names.rows) == len(other.rows)
         if not self.is_comparable:
@@ -59,16 +57,14 @@ class Growth:
             _name_what_grows(names, other, ours, others)
         self.group = math.prod(atom.size for atom, grows in zip(names.rows, varies, strict=True) if not grows)
         self._sizes = {one: two.size for one, two in zip(names.rows, other.rows, strict=True)}
-        uses: dict[int, list[Value]] = {}
-        for value in (value for step in ours for value in step.ins if value.base is not None):
-            uses.setdefault(id(value.base), []).append(value)
+        self._weights = names.of_weights
         for one, two in zip(ours, others, strict=True):
             for value, its in zip(one.ins, two.ins, strict=True):
                 self._compare(value, its)
-            is_same = self._is_same(one, two)
+            values = [(v, its) for v, its in zip(one.ins, two.ins, strict=True) if id(v) in self._weights]
+            is_same = self._is_same(one, two) and all(self._is_named(value, its.aval.shape) for value, its in values)
             for value, its in zip(one.outs, two.outs, strict=True):
-                as_read = uses.get(id(value), ()) if value.is_polymorphic else (value,)
-                if not is_same or not all(self._is_named(each, its.aval.shape) for each in as_read):
+                if not is_same or not self._is_named(value, its.aval.shape):
                     self.unexplained.add(id(value))
         for value, its in zip(names.root.outs, other.root.outs, strict=True):
             self._compare(value, its)
@@ -83,22 +79,22 @@ class Growth:
 
     def _compare(self, value: Value, its: Value) -> None:
         """Notes a constant that changes."""
-        constant, source = value.source.literal, value.source
-        if constant is None and its.source.literal is None:
+        if value.literal is None and its.literal is None:
             return
         if not self._is_named(value, its.aval.shape):
-            self.degrees[id(source)] = None
-        elif id(source) not in self.degrees and constant is not its.source.literal:
-            degree = degree_of(constant, its.source.literal)
+            self.degrees[id(value)] = None
+        elif id(value) not in self.degrees and value.literal is not its.literal:
+            degree = degree_of(value.literal, its.literal)
             if degree != 0:
-                self.degrees[id(source)] = degree
+                self.degrees[id(value)] = degree
 
     def _is_named(self, value: Value, its_shape: Sequence[int]) -> bool:
         """Whether the dims that grow are rows, and no others are. Weights and constants have no rows."""
         for dim, size, its_size in zip(value.dims, value.aval.shape, its_shape, strict=True):
             if not self._is_rows(dim, size, its_size):
                 return False
-            if value.is_polymorphic and size == its_size and dim and self.has_rows([dim]):
+            is_fixed = value.literal is not None or id(value) in self._weights
+            if is_fixed and size == its_size and dim and self.has_rows([dim]):
                 return False
         return True
 
@@ -114,26 +110,12 @@ class Growth:
         return size * math.prod(self._sizes[atom] for atom in of) == its_size * math.prod(atom.size for atom in of)
 
 
-def _name_as_used(names: Names, other: Names, ours: Sequence[Step], others: Sequence[Step]) -> None:
-    """Gives the dims of polymorphic values that grow the names of their uses. So the equation that makes them is seen to
-    make rows: from a key of the model, or by a slice of its weights. Weights themselves do not grow."""
-    for one, two in zip(ours, others, strict=True):
-        for value, its in zip(one.ins, two.ins, strict=True):
-            if value.base is not None and its.base is not None:
-                for i, (size, its_size) in enumerate(zip(value.aval.shape, its.aval.shape, strict=True)):
-                    if size != its_size:
-                        names.unify(value.base.dims[i], value.dims[i])
-                        other.unify(its.base.dims[i], its.dims[i])
-
-
 def _name_what_grows(names: Names, other: Names, ours: Sequence[Step], others: Sequence[Step]) -> None:
     """Names as rows the dims that have an entry for each row, but meet no row of the batch, such as those of the noise from
     which a GAN makes its examples. Which entry belongs to which row is then free."""
     sizes = names.rows[0].size, other.rows[0].size
     for one, two in zip(ours, others, strict=True):
         for value, its in zip((*one.ins, *one.outs), (*two.ins, *two.outs), strict=True):
-            if value.is_polymorphic and value.base is None:  # its uses are named
-                continue
             for dim, its_dim in zip(value.dims, its.dims, strict=True):
                 for atom, its_atom in zip(flat(dim), flat(its_dim), strict=False):
                     if (atom.size, its_atom.size) == sizes:

@@ -73,11 +73,3 @@ class Inference:
             for dim in value.dims:
                 self.mix("unknown", dim)
         return [self.fresh(var.aval).dims for var in eqn.outvars]
-
-    def use(self, value: Value) -> Value:
-        """Returns a value to read: if it is polymorphic, a use with atoms of its own."""
-        if not value.is_polymorphic or value.base is not None:
-            return value
-        new: dict[Atom, Atom] = {}
-        dims = tuple(tuple(new.setdefault(atom, Atom(atom.size)) for atom in flat(dim)) for dim in value.dims)
-        return Value(value.aval, dims, True, value, literal=value.literal)

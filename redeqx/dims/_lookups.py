@@ -83,6 +83,6 @@ def follow_indices(eqn: Any, ins: Sequence[Value], outs: Sequence[Value]) -> Non
 
 def _keeps_index(low: Value, dim: Dim, high: Value) -> bool:
     """Whether an index along a dim is within these bounds."""
-    if low.source.literal is None or high.source.literal is None:
+    if low.literal is None or high.literal is None:
         return False
-    return bool(np.all(low.source.literal <= 0) and np.all(high.source.literal >= size_of(flat(dim)) - 1))
+    return bool(np.all(low.literal <= 0) and np.all(high.literal >= size_of(flat(dim)) - 1))

@@ -18,14 +18,14 @@ def _enter(names: Any, step: Step) -> list[Value]:
     for var, operand, kind in zip(found[-1].closed.jaxpr.invars, found[-1].operands, found[-1].kinds, strict=True):
         if kind == "same":
             continue
-        value = step.ins[operand] = names.use(step.ins[operand])
+        value = step.ins[operand]
         if kind == "carry":
             given[operand] = Value(value.aval, value.dims).depends(value)
             carry.append(given[operand])
         else:
             step.scanned = step.scanned or value.dims[0]
             names.unify(step.scanned, value.dims[0])
-            given[operand] = Value(var.aval, value.dims[1:], value.is_polymorphic).depends(value)
+            given[operand] = Value(var.aval, value.dims[1:]).depends(value)
     if step.name == "scan":
         step.scanned = step.scanned or names.dim(step.eqn.params["length"])
         names.mix("scan", step.scanned)
@@ -35,20 +35,20 @@ def _enter(names: Any, step: Step) -> list[Value]:
         outs = list(map(_again, outs))
         return take_derivative(names, step, given, outs) if has_own_derivative(step.eqn) else outs
     if found[0].role == "branch":
-        carry = [Value(value.aval, names.use(value).dims).depends(step.ins[0]) for value in outs]
+        carry = [Value(value.aval, value.dims).depends(step.ins[0]) for value in outs]
     for inner, block in zip(found, step.blocks, strict=True):
         if inner.role == "condition":
             carry = [value.depends(*block.outs) for value in carry]
             continue
         for value, out in zip(carry, block.outs, strict=False):
-            names.unify_all(value.depends(out).dims, names.use(out).dims)
-    stacked = zip(step.eqn.outvars[len(carry) :], map(names.use, outs[len(carry) :]), strict=True)
+            names.unify_all(value.depends(out).dims, out.dims)
+    stacked = zip(step.eqn.outvars[len(carry) :], outs[len(carry) :], strict=True)
     return [*map(_again, carry), *(Value(var.aval, (step.scanned, *value.dims)).depends(value) for var, value in stacked)]
 
 
 def _again(value: Value) -> Value:
     """Returns the value as the output of an equation."""
-    return Value(value.aval, value.dims, value.is_polymorphic, index_of=value.index_of).depends(value)
+    return Value(value.aval, value.dims, index_of=value.index_of).depends(value)
 
 
 def _follow(names: Any, step: Step, closed: Any) -> list[Value]:
@@ -65,7 +65,6 @@ def _linear_solve(names: Any, step: Step) -> list[Value]:
 
 
 def _opaque(names: Any, step: Step) -> list[Value]:
-    step.ins = list(map(names.use, step.ins))
     found = names.give_up(step.eqn, step.ins)
     return [Value(var.aval, dims).depends(*step.ins) for var, dims in zip(step.eqn.outvars, found, strict=True)]
 

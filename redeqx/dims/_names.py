@@ -58,8 +58,7 @@ class Names(Inference):
         super().__init__()
         self.inputs, self.is_differentiated = inputs, is_differentiated
         self.places = {id(eqn): place for place, eqn in enumerate(equations_of(closed))}
-        first = inputs.batch.start
-        ins = [self.fresh(var.aval, is_polymorphic=i < first) for i, var in enumerate(closed.jaxpr.invars)]
+        ins = [self.fresh(var.aval) for var in closed.jaxpr.invars]
         self._rows: Dim = ()
         for value in ins[inputs.batch]:
             if value.dims and value.dims[0]:
@@ -74,6 +73,13 @@ class Names(Inference):
         """The rows of the batch; several atoms if a reshape divides them."""
         return flat(self._rows)
 
+    @property
+    def of_weights(self) -> set[int]:
+        """The ids of the values that depend on weights or a state, and on no other input."""
+        first = self.inputs.batch.start
+        given, others = (reached(ins, lambda value: value.readers) for ins in (self.root.ins[:first], self.root.ins[first:]))
+        return given - others
+
     def needed(self, outputs: Collection[int], ends: Iterable[Value] = (), *, with_own_indices: bool = True) -> set[int]:
         """Returns the ids of the values that some outputs and the equations with effects depend on.
 
@@ -85,7 +91,7 @@ class Names(Inference):
         steps, reads = list(steps_of(self.root)), dict[int, list[Value]]({id(value): [] for value in ends})
         for step in () if with_own_indices else steps:
             if step.own_columns:
-                others = [value.source for i, value in enumerate(step.ins) if i != 1]
+                others = [value for i, value in enumerate(step.ins) if i != 1]
                 reads |= {id(out): others for out in step.outs}
         effects = [value for step in steps if step.eqn.effects for value in (*step.ins, *step.outs)]
         starts = [*(self.root.outs[i] for i in outputs), *effects]
@@ -97,7 +103,7 @@ class Names(Inference):
         """Returns the block of a closed jaxpr for these inputs."""
 
         def constant(atom: Any, value: Any) -> Value:
-            return self.fresh(atom.aval, is_polymorphic=True, literal=value)
+            return self.fresh(atom.aval, literal=value)
 
         block, jaxpr = Block(list(ins)), closed.jaxpr
         env = Env(zip(jaxpr.invars, ins, strict=True), literal=lambda literal: constant(literal, literal.val))
@@ -115,13 +121,8 @@ class Names(Inference):
             if step.name in LOOPS:
                 step.outs = LOOPS[step.name](self, step)
                 return
-            step.ins = list(map(self.use, step.ins))
             found = relation_of(step.eqn)(self, step.eqn, step.ins)
-            is_of_weights = bool(step.ins) and all(value.is_polymorphic for value in step.ins)
-            is_of_weights &= any(value.literal is None for value in step.ins)
-            step.outs = [
-                Value(var.aval, tuple(dims), is_of_weights) for var, dims in zip(step.eqn.outvars, found, strict=True)
-            ]
+            step.outs = [Value(var.aval, tuple(dims)) for var, dims in zip(step.eqn.outvars, found, strict=True)]
             for out in step.outs:
                 assert [size_of(flat(dim)) for dim in out.dims] == [*getattr(out.aval, "shape", ())], step.eqn
             follow_indices(step.eqn, step.ins, step.outs)

@@ -118,6 +118,8 @@ def _search(closed: Any, inputs: Inputs) -> Positions:
             of_variables += zip(eqn.outvars, step.outs, strict=True)
             if step.name == "scan" and sets.of_dim(step.scanned) in seen:
                 loops[eqn] = _is_chunked(step, seen, sets)
+    of_weights = names.of_weights
+    of_variables = [(var, value) for var, value in of_variables if id(value) not in of_weights]
     dims = {var: found for var, value in of_variables if (found := positions_in(value))}
     firsts = {var: value.dims[dims[var][0]] for var, value in of_variables if var in dims}
     in_batch = {var: sets.in_batch(root) for var, dim in firsts.items() if (root := sets.of_dim(dim)) is not None}

@@ -100,7 +100,7 @@ class RowDependence:
         )
         self.outs = {i: self.of(value) for i, value in self._judged.items()}
         for i in self.mixed:
-            self._want(self._made.get(id(self._judged[i].source)))
+            self._want(self._made.get(id(self._judged[i])))
 
     @property
     def mixed(self) -> list[int]:
@@ -121,7 +121,6 @@ class RowDependence:
 
     def of(self, value: Value) -> State:
         """Returns the state of a value."""
-        value = value.source
         if id(value) not in self._states:
             self._states[id(value)] = of_constant(value.literal, self.growth.degrees.get(id(value), 0))
         return self._states[id(value)]
@@ -166,14 +165,13 @@ class RowDependence:
         """Returns the states of the outputs of one of the root's steps, which may be computed on the whole batch."""
         if id(step) in self._whole:
             return [State(ROW if self._present(value) else FREE) for value in step.outs]
-        sources = [value.source for value in step.ins]
-        is_by_number = any(id(value) in self._of_whole for value in sources)
-        is_by_number &= any(id(value) in self.growth.degrees for value in sources)
+        is_by_number = any(id(value) in self._of_whole for value in step.ins)
+        is_by_number &= any(id(value) in self.growth.degrees for value in step.ins)
         if is_by_number or any(state.kind not in (FREE, ROW, SUM) for state in outs):
-            for value in sources:
+            for value in step.ins:
                 if self.of(value).kind not in (FREE, ROW):
                     self._want(self._made.get(id(value)))
-            if not any(id(self._made.get(id(value))) in self._wanted for value in sources):
+            if not any(id(self._made.get(id(value))) in self._wanted for value in step.ins):
                 self._want(step)
         return outs
 
@@ -207,7 +205,7 @@ class RowDependence:
         operands, floats = [*derivative.ins], [out for out in step.outs if is_float(out)]
         del operands[len(operands) - len(floats) :]
         differentiated = list(filter(is_float, operands))
-        wanted = [i for i, value in enumerate(differentiated) if id(value.source) in self._trained]
+        wanted = [i for i, value in enumerate(differentiated) if id(value) in self._trained]
         states = dict(zip(map(id, step.outs), outs, strict=True))
         if not wanted or any(state.kind == MIXED for state in outs):
             return True
@@ -236,7 +234,7 @@ class RowDependence:
         touched = {how for how, dim in step.mixes if self.growth.has_rows([dim])}
         kinds = {state.kind for state in ins} - {FREE}
         if MIXED in kinds:
-            if any(state.kind == MIXED and v.source.literal is not None for state, v in zip(ins, step.ins, strict=True)):
+            if any(state.kind == MIXED and v.literal is not None for state, v in zip(ins, step.ins, strict=True)):
                 self._mixed("the number of rows", step)
             return [State(MIXED)] * len(step.outs)
         if step.name in UNVMAPPED and kinds <= {ROW}:
@@ -367,7 +365,7 @@ class RowDependence:
         """Returns the states of a loop over rows: a carry is a sum over the rows so far, or it mixes rows."""
         n_carry, body = len(initial), step.blocks[0]
         slots = body.ins[len(consts) : len(consts) + n_carry]
-        kept = [slot.source is out.source for slot, out in zip(slots, body.outs[:n_carry], strict=True)]
+        kept = [slot is out for slot, out in zip(slots, body.outs[:n_carry], strict=True)]
         carry = [
             state
             if keeps

@@ -1357,7 +1357,7 @@ def the_first_rows_of_a_table_of_weights(p, batch, key):
     return (row_losses(p, batch) * own).mean()
 
 
-@unknown
+@mixed
 def weights_repeated_for_a_fourth_of_the_rows_each(p, batch, key):
     own = jnp.repeat(p["v"][:4], len(batch["x"]) // 4)
     return (row_losses(p, batch) * own).mean()
