@@ -75,9 +75,11 @@ class Names(Inference):
 
     @property
     def of_weights(self) -> set[int]:
-        """The ids of the values that depend on weights or a state, and on no other input."""
+        """The ids of the values that depend on weights or a state, and on no other input, nor on numbers of places."""
         first = self.inputs.batch.start
-        given, others = (reached(ins, lambda value: value.readers) for ins in (self.root.ins[:first], self.root.ins[first:]))
+        numbers = (out for step in steps_of(self.root) if not step.ins for out in step.outs)  # as of an `iota`
+        starts = self.root.ins[:first], (*self.root.ins[first:], *numbers)
+        given, others = (reached(values, lambda value: value.readers) for values in starts)
         return given - others
 
     def needed(self, outputs: Collection[int], ends: Iterable[Value] = (), *, with_own_indices: bool = True) -> set[int]:
