@@ -8,7 +8,9 @@ first byte to the last; an index maps arrays to files. All processes make the sa
 import errno
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,9 @@ from ._manifest import write_json
 from ._reader import INDEX
 from ._safetensors import Tensor, chunks_of, file_size, header_of, write_tensors
 from ._shards import Block, gathered, own_blocks, owners
+
+_LARGE = 2**20  # from this many bytes on, another thread writes
+_WRITERS = 3  # threads: two write and one flushes; more are no faster
 
 
 class InPlace:
@@ -62,25 +67,40 @@ class InPlace:
         contribution, n_items = 0, []
         fd = open_old(folder / self._name, os.O_WRONLY)
         try:
-            for name, tensor in self._tensors.items():
-                n_items.append(sum(math.prod(block.shape) for block in self._blocks[name]))
-                for block in self._blocks[name]:
-                    contribution ^= self._write_block(fd, tensor, block)
+            # Threads write and flush while this one casts the next bytes and updates the checksum.
+            with ThreadPoolExecutor(_WRITERS, "redeqx-write") as pool:
+                flush = _submit(pool, os.fdatasync, fd)
+                for name, tensor in self._tensors.items():
+                    n_items.append(sum(math.prod(block.shape) for block in self._blocks[name]))
+                    for block in self._blocks[name]:
+                        contribution ^= self._write_block(fd, tensor, block, pool)
+                        if flush.done():
+                            flush.result()
+                            flush = _submit(pool, os.fdatasync, fd)
+                flush.result()
             os.fsync(fd)
         finally:
             os.close(fd)
         return contribution, n_items
 
-    def _write_block(self, fd: int, tensor: Tensor, block: Block) -> int:
+    def _write_block(self, fd: int, tensor: Tensor, block: Block, pool: ThreadPoolExecutor) -> int:
         """Writes a block of a tensor; returns its contribution to the file's crc32."""
         crc32, begin = Crc32(), len(self._header) + tensor.start
         flat = block.values().reshape(-1)
+        written: deque[Future[None]] = deque()
         for there, at, n in block.runs(tensor.shape):
             offset = begin + there * tensor.dtype.itemsize
             for chunk in chunks_of(flat[at : at + n], tensor.dtype):
-                _pwrite(fd, chunk, offset)
+                if len(chunk) >= _LARGE:
+                    if len(written) == _WRITERS - 1:  # bounds the queue of cast chunks on a slow disk
+                        written.popleft().result()
+                    written.append(_submit(pool, _pwrite, fd, chunk, offset))
+                else:
+                    _pwrite(fd, chunk, offset)
                 crc32.add(chunk, offset)
                 offset += len(chunk)
+        for future in written:
+            future.result()
         return crc32.contribution(self.size)
 
     def finish(self, folder: Path, written: Sequence[tuple[int, Sequence[int]]]) -> dict[str, dict[str, int]]:
@@ -166,6 +186,17 @@ def _incomplete(path: Location, rule: str, got: str) -> StorageError:
     why = f"expected {rule}, got {got}: JAX has {jax.process_count()}, and some hold the rest"
     text = f"{why}. Let redeqx start all of them: `Deployer(n_processes=, host0_address=)`"
     return StorageError(errno.ENODATA, text, str(path))
+
+
+def _submit(pool: ThreadPoolExecutor, act: Callable[..., None], *args: Any) -> Future[None]:
+    """As `pool.submit`, but calls `act` itself when the main thread has ended: no pool of Python takes work from then on."""
+    try:
+        return pool.submit(act, *args)
+    except RuntimeError:
+        act(*args)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 def _pwrite(fd: int, data: memoryview, offset: int) -> None:
