@@ -578,7 +578,12 @@ def test_empty_examples_raise(examples):
         examples_of(lambda epoch: examples, 2)
 
 
-@pytest.mark.parametrize("examples", ["text", b"bytes", {"x": [1, 2]}, 7, None])
+def test_columns_by_name_are_no_examples():
+    with pytest.raises(TypeError, match="expected one item per example, got a dict, whose items have names"):
+        check_examples({"x": [1, 2]})
+
+
+@pytest.mark.parametrize("examples", ["text", b"bytes", 7, None])
 def test_invalid_examples_raise(examples):
     with pytest.raises(TypeError) as raised:
         check_examples(examples)
@@ -893,7 +898,7 @@ def test_stop_iteration_in_collate_fn_raises():
 def test_mappings_as_examples_raise(tmp_path):
     np.savez(tmp_path / "columns.npz", x=np.arange(4))
     for columns in (collections.UserDict(x=[1, 2], y=[3, 4]), np.load(tmp_path / "columns.npz")):
-        with pytest.raises(TypeError, match=r"expected examples with `len.*got (UserDict|NpzFile)"):
+        with pytest.raises(TypeError, match=r"expected one item per example, got a (UserDict|NpzFile)"):
             check_examples(columns)
 
 
