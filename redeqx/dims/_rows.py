@@ -138,7 +138,7 @@ class RowDependence:
             return any(map(self._needs_order, step.blocks[0].steps))
         mixes = self.growth.has_rows(dim for _, dim in step.mixes)
         makes_rows = any(map(self._present, step.outs)) and not any(map(self._present, step.ins))
-        has_constants = any(self._present(x) and self.growth.degrees.get(id(x.source), 0) is None for x in step.ins)
+        has_constants = any(self._present(x) and self.growth.degrees.get(id(x), 0) is None for x in step.ins)
         if step.blocks or has_constants:
             return True
         return (mixes and step.name not in _UNORDERED) or (makes_rows and step.name not in _MAKES_ROWS)
@@ -185,7 +185,7 @@ class RowDependence:
                 continue
             seen.add(id(step))
             if not self._trained.isdisjoint(map(id, step.outs)):
-                todo += [self._made.get(id(value.source)) for value in step.ins if self.of(value).kind == SUM]
+                todo += [self._made.get(id(value)) for value in step.ins if self.of(value).kind == SUM]
                 continue
             is_named = self.growth.unexplained.isdisjoint(map(id, step.outs))
             if is_named and not any(map(_has_pairs, map(self._present, step.outs))):
