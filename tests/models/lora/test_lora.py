@@ -794,7 +794,7 @@ def test_a_config_with_any_value_gives_a_short_error_or_loads(change, gpt2, fold
 PATTERNS = [
     "c_fc", r"mlp\.c_fc", "mlp.c_fc", r"h\.\d+\.mlp\.c_fc", r"^h.0.mlp.c_fc$", r"^transformer.h.1.*", "(c_fc|c_attn)", ".*",
     "c_fc|c_proj", r"transformer\.h\.[12]\..*", r"c_[^a]+", r"h\.\d{2,}.*", r"\w{4}", "fc", "c_fc.", "(?:c_)?fc",
-    r"mlp\.(|x)c_fc", "h.1.*?c", "h.1.*?c_fc",
+    r"mlp\.(|x)c_fc", "h.1.*?c", "h.1.*?c_fc", r".*h\.(0|1)\..*\.(c_fc|c_attn)", "(?:h|x).(?:0|2).mlp.*",
 ]  # fmt: skip
 
 
@@ -815,6 +815,8 @@ def test_patterns_match_as_regular_expressions_do_in_peft(pattern, gpt2, folder)
         ("alpha_pattern", "(a*)*b"),
         ("rank_pattern", ".*" * 50 + "x"),
         ("alpha_pattern", "(c_fc|c_fc)" * 70 + "x"),
+        ("alpha_pattern", f"({'|' * 10**4})" * 3 + "x"),
+        ("alpha_pattern", "(|)?" * 10**4 + "x"),
         ("rank_pattern", "(|a){0,999999999}x"),
         ("alpha_pattern", "a{1000000000}"),
     ],
