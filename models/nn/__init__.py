@@ -19,7 +19,6 @@ from ._attention import (
 from ._blocks import (
     Block as Block,
     BlockStds as BlockStds,
-    Carry as Carry,
     Mlp as Mlp,
     normal_attention as normal_attention,
     normal_mlp as normal_mlp,
