@@ -47,10 +47,11 @@ class EncoderDecoder(eqx.Module):
         - `ids`, `decoder_ids`: token ids below `vocab_size`, at most `n_positions` of each if the model has a limit. In
             Whisper, the features of a recording take the place of `ids`, and in a captioner the pixels of an image.
             `decoder_ids` start with `decoder_start_token_id`, as `shift_right` returns them.
-        - `mask`, `decoder_mask`: True for tokens, False for padding on either side; None if all are tokens.
-        - `segments`, `decoder_segments`: the segments of a packed row, as `redeqx.data.pack` returns them, in place of both
-            masks. A token attends to its own segment only, positions start again in each, and each may have `n_positions`
-            tokens.
+        - `mask`, `decoder_mask`: True for tokens, False for padding on either side; None if all are tokens. A recording or
+            an image has no `mask`.
+        - `segments`, `decoder_segments`: the segments of a packed row of texts, as `redeqx.data.pack` returns them, in place
+            of both masks. A token attends to its own segment only, positions start again in each, and each may have
+            `n_positions` tokens.
         - `key`: for dropout; not needed in inference.
 
         Raises ValueError if there are more ids than positions, for segments of one side only, and for a mask together with
