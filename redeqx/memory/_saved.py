@@ -23,7 +23,7 @@ import jax
 from jax.extend import core as jex
 
 from ..machine import MODEL, Chip
-from ..tracing import Env, insides, line_of, matmul_flops, variables
+from ..tracing import Env, insides, line_of, matmul_flops, restricted, variables
 from ._estimate import may_fuse
 from ._shards import Shards
 from ._strategy import bytes_of
@@ -243,7 +243,7 @@ def loop_of(body: Any, names: dict[str, Any], n: int, carries: range, shards: Ca
             candidates.append(each)
     _, read = graph.needed(())
     carry = [var for i, var in enumerate(closed.jaxpr.invars) if i in carries and var in read and var.aval.shape]
-    products = (each for each in body.jaxpr.eqns if is_named(each) or each.primitive.name in KERNELS)
+    products = filter(_has_product, body.jaxpr.eqns)
     line = next(filter(None, map(line_of, products)), "")
     n_bytes = sum(map(graph.shards.n_bytes, carry))
     return Loop(line, n, n_bytes, graph.all_products, graph.forward, candidates, graph.seconds)
@@ -259,6 +259,7 @@ class _Graph:
         self._maker = Env(((var, i) for i, eqn in enumerate(self._eqns) for var in eqn.outvars), literal=lambda _: None)
         self._products = list(map(self._product_time, self._eqns))
         self._times = [product + self._other_time(eqn) for eqn, product in zip(self._eqns, self._products, strict=True)]
+        self._before_products = {var for eqn in self._eqns for var in _before_products(eqn)}
         self.all_products, self.forward = sum(self._products), sum(self._times)
         self.saved: dict[Any, list[Any]] = {}  # by key, the equations whose outputs are saved together
         for eqn in self._eqns:
@@ -297,12 +298,29 @@ class _Graph:
             if (i := self._maker.get(var)) is None:
                 inputs.add(var)
             elif i not in eqns:
-                eqns.add(i)
+                if var in self._before_products:
+                    known.add(var)
+                else:
+                    eqns.add(i)
                 todo += [each for each in variables(self._eqns[i].invars) if each not in known]
         return eqns, inputs
 
     def seconds(self, saved: Collection[Any]) -> float:
         return sum(self._times[i] for i in self.needed(saved)[0])
+
+
+def _before_products(eqn: Any) -> list[Any]:
+    """Returns the outputs of a `shard_map` that its products do not make, such as the rows that the gradient of a grouped
+    matmul reads."""
+    if eqn.primitive.name != "shard_map":
+        return []
+    (inner,) = insides(eqn)
+    makes = [restricted(inner.closed, [var]).jaxpr.eqns for var in inner.closed.jaxpr.outvars]
+    return [var for var, eqns in zip(eqn.outvars, makes, strict=True) if not any(map(_has_product, eqns))]
+
+
+def _has_product(eqn: Any) -> bool:
+    return is_named(eqn) or eqn.primitive.name in KERNELS
 
 
 def _inside(eqn: Any) -> list[Any]:
@@ -325,6 +343,8 @@ def _flops(eqn: Any) -> tuple[float, str]:
 
 def _words(eqn: Any) -> str:
     name = eqn.primitive.name
+    if name == "shard_map":  # such as a grouped matmul, of which each device computes a part
+        return next(map(_words, filter(_has_product, _inside(eqn))))
     if name in ("dot_general", "checkpoint", "remat2", "remat", "custom_vjp_call", "custom_jvp_call"):
         return "product"
     words = {"conv_general_dilated": "convolution", "pallas_call": "kernel", "scan": "loop"}
