@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from redeqx.machine import MODEL, TPUS, make_mesh
 from redeqx.memory import share_again
 from redeqx.tracing import matmul_flops, transformed
-from redeqx.transforms import FuseAttention, Measure, RematLoops, StackBlocks, with_remats
+from redeqx.transforms import FuseAttention, GroupMatmuls, Measure, RematLoops, StackBlocks, with_remats
 
 L, B, N, H, D = 3, 4, 16, 2, 8
 # Rates at which a product is worth its bytes, and the bus copies all of a layer's values while it is computed.
@@ -144,3 +144,23 @@ def test_equal_blocks_follow_the_same_policy(budget, kept):
     ours, theirs = jax.jit(grad)(layers, (), x), jax.jit(plain)(layers, (), x)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_grouped_matmuls_that_devices_share_are_saved():
+    """Each device reads its own part of the groups' sizes, which no product makes."""
+    mesh = make_mesh(n_model_shards=2)
+    up, down, x = jnp.ones((2, 4, 8, 16)), jnp.ones((2, 4, 16, 8)), jnp.ones((24, 8))
+
+    def loss(weights, state, x):
+        def layer(x, weights):
+            hidden = jnp.sin(jax.lax.ragged_dot(x, weights[0], jnp.array([5, 0, 12, 7])))
+            return jnp.sin(x + jax.lax.ragged_dot(hidden, weights[1], jnp.array([5, 0, 12, 7]))), None
+
+        return jax.lax.scan(layer, x, weights)[0].sum()
+
+    found = []
+    remats = RematLoops("16MiB", Measure(mesh, CHIP, [P(), P()], has_host=False), by_value=True)
+    fn = with_remats(loss, [remats, GroupMatmuls(mesh, (3, 2))], found)
+    jax.make_jaxpr(jax.grad(fn))((up, down), (), x)
+    (loop,) = found
+    assert [each.what.partition(" float")[0] for each in loop.candidates] == ["grouped matmul"] * 2
