@@ -2,11 +2,11 @@
 `drawn_ahead` draws them in the reader's own."""
 
 import collections
-import contextlib
+import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Any, ClassVar
 
 _END = object()
@@ -27,8 +27,8 @@ class Prefetch(Iterator[Any]):
     def __init__(self, items: Iterator[Any], depth: int = 2):
         self._items: Iterator[Any] | None = (item for item in items)  # a generator: it ends with the first exception
         self._depth = depth
-        # It refers to the items, not to this object, so that an unused one is collected and ends its thread.
-        self._pool = ThreadPoolExecutor(1, "redeqx-prefetch") if depth else None
+        self._asked: queue.SimpleQueue[Future[Any] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         self._upcoming: collections.deque[Future[Any]] = collections.deque()
         self._reader: int | None = None  # the thread that reads, once it does
 
@@ -43,7 +43,7 @@ class Prefetch(Iterator[Any]):
         if (item := self.peek(_END)) is _END:
             raise StopIteration
         self._upcoming.popleft()
-        if self._pool is not None:
+        if self._depth:
             self._draw()
         return item
 
@@ -67,33 +67,50 @@ class Prefetch(Iterator[Any]):
 
     def _draw(self) -> None:
         assert self._items is not None
+        if self._depth and self._thread is None:
+            # No pool: Python waits for its threads at the end, and the user's iterator may block for ever. The thread refers
+            # to the items, not to this object, so that an unused one is collected and ends its thread.
+            given = (self._asked, self._items)
+            self._thread = threading.Thread(target=_prepare_each, args=given, name="redeqx-prefetch", daemon=True)
+            self._thread.start()
         while len(self._upcoming) < max(self._depth, 1):
-            self._upcoming.append(_submitted(self._pool, self._items))
+            self._upcoming.append(Future())
+            if self._depth:
+                self._asked.put(self._upcoming[-1])
+            else:
+                _prepare(self._upcoming[-1], self._items)
 
     def close(self) -> None:
         """Ends the thread, and waits for its end."""
         self._items = None
+        for item in self._upcoming:
+            item.cancel()
         self._upcoming.clear()
-        if (pool := self._pool) is not None:
-            _without_thread_frames(lambda: pool.shutdown(cancel_futures=True))
+        if (thread := self._thread) is not None:
+            self._asked.put(None)
+            if thread is not threading.current_thread():  # which may collect this object
+                _without_thread_frames(thread.join)
         self._under_way.discard(self)
 
     def __del__(self) -> None:
-        with contextlib.suppress(RuntimeError):  # where its own thread collects it
-            self.close()
+        self.close()
 
 
-def _submitted(pool: ThreadPoolExecutor | None, items: Iterator[Any]) -> Future[Any]:
-    """Returns the next item, or `_END`, from the thread or from this one."""
-    if pool is not None:
-        with contextlib.suppress(RuntimeError):  # the main thread has ended: no pool of Python takes work from then on
-            return pool.submit(next, items, _END)
-    done: Future[Any] = Future()
-    try:
-        done.set_result(next(items, _END))
-    except BaseException as error:
-        done.set_exception(error)
-    return done
+def _prepare_each(asked: "queue.SimpleQueue[Future[Any] | None]", items: Iterator[Any]) -> None:
+    """Prepares items, until it is asked for None."""
+    while (item := asked.get()) is not None:
+        _prepare(item, items)
+        del item  # it would stay in memory during the next `get`
+
+
+def _prepare(item: Future[Any], items: Iterator[Any]) -> None:
+    """Sets the next item, or `_END`, unless it is cancelled."""
+    if item.set_running_or_notify_cancel():
+        try:
+            item.set_result(next(items, _END))
+        except BaseException as error:
+            item.set_exception(error)
+            del item  # in a cycle with its traceback, arrays in the frames would stay for a while
 
 
 def drawn_ahead(items: Iterable[Any], n: int) -> Iterator[Any]:

@@ -753,6 +753,22 @@ def test_unused_prefetch_starts_no_thread():
     prefetch.close()
 
 
+def test_a_script_ends_while_an_item_never_comes():
+    script = """
+import threading
+from redeqx.data import Prefetch
+
+def items():
+    yield 1
+    threading.Event().wait()
+
+prefetch = Prefetch(items())
+print(next(prefetch))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
 @pytest.mark.sweep
 def test_a_thread_may_read_on_after_the_main_thread_has_ended():
     script = """
