@@ -229,8 +229,9 @@ def start_cache(given: bool | str | Path | None, platform: str) -> str | None:
     - `platform`: the platform that steps are compiled for.
     """
     before, has_gpus = cache_folder(), platform in ("cuda", "gpu")
-    if given is True and (variable := os.environ.get(VARIABLE)):
-        given = False if variable == "0" else variable
+    variable = os.environ.get(VARIABLE, "")
+    if given is True and variable.lower() not in ("", "1", "true", "on", "yes"):
+        given = False if variable.lower() in ("0", "false", "off", "no") else variable
     if given and not has_gpus:
         jax.config.update(XLA_CACHES, "")
     if not given or (given is True and (platform == "cpu" or before is not None)):

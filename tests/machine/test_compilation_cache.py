@@ -73,7 +73,7 @@ def test_explicit_folder_overrides_the_one_set_in_jax(default_folder, tmp_path):
     assert start_cache(str(tmp_path / "own"), "gpu") == str(tmp_path / "own") == jax_cache_folder()
 
 
-@pytest.mark.parametrize(("variable", "is_on"), [("0", False), ("", True)])
+@pytest.mark.parametrize(("variable", "is_on"), [("0", False), ("off", False), ("1", True), ("", True)])
 def test_environment_variable_switches_the_cache(default_folder, monkeypatch, variable, is_on):
     monkeypatch.setenv("REDEQX_COMPILATION_CACHE", variable)
     assert start_cache(True, "gpu") == (str(default_folder) if is_on else None)
