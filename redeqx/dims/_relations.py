@@ -31,7 +31,6 @@ def relation_of(eqn: Any) -> Relation:
 
 # --- elementwise, and views ---------------------------------------------------------------------------------------------
 
-
 # A primitive of another package may keep the shape and mix its entries.
 _ELEMENTWISE = {
     *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e"),

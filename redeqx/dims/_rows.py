@@ -81,8 +81,7 @@ class RowDependence:
             self._run()
         self.whole = self._needed() if self.is_sum else []
         before = reached((out for step in self.whole for out in step.outs), lambda value: value.reads)
-        of_data = (step for step in names.root.steps if not before.isdisjoint(map(id, step.outs)))
-        self.in_order = any(map(self._needs_order, of_data))
+        self.in_order = any(self._needs_order(by) for by in names.root.steps if not before.isdisjoint(map(id, by.outs)))
 
     def _run(self) -> None:
         """Finds the states of all values, if the steps in `_whole` are computed on the whole batch."""
@@ -139,9 +138,8 @@ class RowDependence:
         mixes = self.growth.has_rows(dim for _, dim in step.mixes)
         makes_rows = any(map(self._present, step.outs)) and not any(map(self._present, step.ins))
         has_constants = any(self._present(x) and self.growth.degrees.get(id(x), 0) is None for x in step.ins)
-        if step.blocks or has_constants:
-            return True
-        return (mixes and step.name not in _UNORDERED) or (makes_rows and step.name not in _MAKES_ROWS)
+        by_place = (mixes and step.name not in _UNORDERED) or (makes_rows and step.name not in _MAKES_ROWS)
+        return bool(step.blocks) or has_constants or by_place
 
     # --- blocks and equations --------------------------------------------------------------------------------------------
 
