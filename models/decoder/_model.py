@@ -242,12 +242,20 @@ class Decoder(Pretrained):
                 "Change one of the two."
             )
 
-    def run(self, ids, mask, cache, key, segments=None, *memory) -> tuple[Float[Array, "seq embedding"], Any]:
+    def run(
+        self,
+        ids: Array,
+        mask: Bool[Array, " seq"] | None,
+        cache: Any,
+        key: PRNGKeyArray | None,
+        segments: Int[Array, " seq"] | None = None,
+        *memory: Array | None,
+    ) -> tuple[Float[Array, "seq embedding"], Any]:
         """Returns the input of `logits`, and the cache. See `__call__` for the arguments.
 
         **Arguments:**
 
-        - `ids`: token ids, or rows in place of those of the embedding, such as features of images.
+        - `ids`: token ids `[seq]`, or rows `[seq, d]` in place of those of the embedding, such as features of images.
         - `cache`: a cache after `begin`, whose `end` is left to the caller; or None.
         - `memory`: the memory and its mask, if there are cross-attentions and no cache.
         """

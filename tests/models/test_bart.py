@@ -137,7 +137,7 @@ def test_dropout_depends_on_the_key_and_is_off_in_inference_mode(model, logits):
 def test_each_dropout_has_its_own_rate(name):
     block = make_model(dataclasses.replace(NO_DROPOUT, **{name: 0.1})).decoder.stack[0]
     x, memory = jax.random.normal(jax.random.key(1), (2, 7, 24))
-    call = eqx.filter_jit(lambda block, key: block((x, None), None, memory, key=key)[0])
+    call = eqx.filter_jit(lambda block, key: block((x, None, None), None, memory, key=key)[0])
     quiet, noisy = (call(b, jax.random.key(0)) for b in (eqx.nn.inference_mode(block), block))
     assert np.abs(noisy - quiet).mean() > 0.01
 
