@@ -28,6 +28,7 @@ from ._arguments import (
     check_state as check_state,
     check_type as check_type,
 )
+from ._names import check_names as check_names
 from ._redco import (
     REDCO_DEPLOYER as REDCO_DEPLOYER,
     REDCO_PREDICTOR as REDCO_PREDICTOR,
@@ -51,7 +52,6 @@ from ._untrusted import (
 from ._user_code import (
     FilteredTraceback as FilteredTraceback,
     RemoteTraceback as RemoteTraceback,
-    check_names as check_names,
     check_not_traced as check_not_traced,
     example_note as example_note,
     filter_traceback as filter_traceback,

@@ -22,7 +22,8 @@ from typing import Any, ParamSpec, TypeVar
 import equinox as eqx
 import jax
 
-from .._tree import array_leaves, listed, nearest
+from .._tree import array_leaves, listed
+from ._names import check_names, note_signature
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -149,6 +150,7 @@ def filter_traceback(fn: Callable[P, Result], redco: Mapping[str, str] = Mapping
     replacements."""
     signature = inspect.signature(fn)
     of = fn.__qualname__.rpartition(".")[0] if fn.__name__ == "__init__" else fn.__name__
+    note_signature(of, signature)
 
     @functools.wraps(fn)
     def called(*args: P.args, **kwargs: P.kwargs) -> Result:
@@ -165,21 +167,6 @@ def filter_traceback(fn: Callable[P, Result], redco: Mapping[str, str] = Mapping
             raise of_python
 
     return called
-
-
-def check_names(signature: inspect.Signature, of: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises TypeError for arguments that a signature does not take; `of` is the name of the function."""
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        parameters = [p.replace(annotation=p.empty, default=p.empty) for p in signature.parameters.values()]
-        bare = inspect.Signature([p for p in parameters if p.name not in ("self", "cls")])
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        unknown = [name for name in kwargs if name not in signature.parameters and not takes_any]
-        got = f"; {error}."
-        if unknown:
-            got = f", got an unknown one: `{unknown[0]}`.{nearest(unknown[0], signature.parameters)}"
-        raise TypeError(f"`{of}`: expected the arguments `{bare}`{got}") from None
 
 
 def _filter_frames(error: Exception, traceback: types.TracebackType | None) -> types.TracebackType | None:
