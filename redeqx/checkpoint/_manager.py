@@ -83,6 +83,7 @@ class CheckpointManager(CheckpointFolder):
         self._claim = Claim(folder, self._peers, run, partial(self._commits.lock, log))
         self._capabilities: Capabilities | None = None  # tested by the first save
         self._saving: Future[None] | None = None  # the background save
+        self._has_remains = False  # whether something could not be removed, which was logged
 
     def save(
         self,
@@ -219,16 +220,28 @@ class CheckpointManager(CheckpointFolder):
         index."""
         self._commits.create()
         self._claim.check()
-        self._commits.sweep()
+        self._clear(self._commits.sweep)
         # A checkpoint that the index names is never touched. Any other one of this step is left from a crash.
         index = self.index()
         taken = [repeat for other, repeat in map(order, index.values()) if other == step]
         repeat = 1 + max(taken, default=-1)
         for other in self.names():
-            if (step, repeat) <= order(other) < (step + 1, 0):
-                self._commits.remove(other)
+            if (step, repeat) <= order(other) < (step + 1, 0) and not self._clear(partial(self._commits.remove, other)):
+                repeat = 1 + order(other)[1]
         name = f"step_{step:08d}" + (f"_{repeat}" if repeat else "")
         return name, self._commits.check_space(name, needed), index
+
+    def _clear(self, remove: Callable[[], None]) -> bool:
+        """Removes what nothing needs any more; returns whether it is gone. A store that refuses, as without a permission to
+        delete, ends no run: nothing is lost."""
+        try:
+            remove()
+        except StoreError as error:
+            if not self._has_remains:
+                self._log(f"{self.folder}: old checkpoints are not removed, as the store refuses it. {error.strerror}")
+            self._has_remains = True
+            return False
+        return True
 
     def _write(self, save: _Save) -> None:
         """Runs a save: creates the files, writes every process's part, commits the checkpoint."""
@@ -293,7 +306,7 @@ class CheckpointManager(CheckpointFolder):
         for name in names:
             is_old = name not in kept if name in complete else order(name) < order(kept[0])
             if name not in named and (is_old or save.keep_last == 0):
-                self._commits.remove(name)
+                self._clear(partial(self._commits.remove, name))
 
 
 _unread: set[Future[None]] = set()  # background saves whose error nobody has raised

@@ -167,6 +167,27 @@ def test_a_removal_that_is_cut_off_leaves_no_partial_checkpoint(bucket, monkeypa
     assert CheckpointManager(location(f"{bucket}/ckpts")).names() == ["step_00000002"]
 
 
+def test_a_store_that_refuses_to_delete_keeps_old_checkpoints(bucket, server):
+    """As with credentials that may write and read. It is logged once, and neither a save nor a rerun fails."""
+    (location(f"{bucket}/ckpts/step_00000004") / "model.safetensors").write_bytes(b"unfinished")
+    server.fault = lambda method, path: 403 if method == "DELETE" or path.endswith("?delete") else None
+    logged = []
+    checkpoints = CheckpointManager(location(f"{bucket}/ckpts"), log=logged.append)
+    for step in (1, 2, 3, 4):
+        checkpoints.save(step, {"model": {**TREE, "step": np.full(2, step)}}, {"step": step}, keep_last=1)
+    [line] = logged
+    assert "s3://" in line and "old checkpoints are not removed, as the store refuses it. expected the store to" in line
+    assert checkpoints.names() == [f"step_0000000{step}" for step in (1, 2, 3, 4)] and verified_step(checkpoints) == 4
+    del checkpoints
+    # a crash before the index was written: this step's checkpoint stays, and a rerun takes another name
+    (location(f"{bucket}/ckpts") / "index.json").write_bytes(b'{"last": "step_00000003"}')
+    checkpoints = save_checkpoint(f"{bucket}/ckpts", 4, keep_last=1)
+    assert checkpoints.names()[-2:] == ["step_00000004", "step_00000004_1"] and verified_step(checkpoints) == 4
+    server.fault = lambda method, path: None
+    save_checkpoint(f"{bucket}/ckpts", 5, keep_last=1)
+    assert checkpoints.names() == ["step_00000005"]
+
+
 def test_a_truncated_object_is_not_read(bucket):
     path = location(f"{bucket}/file")
     path.write_bytes(b"12345")
