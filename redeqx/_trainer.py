@@ -601,7 +601,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         - `drop_remainder`: whether to drop the incomplete batch at the end of an epoch, for which another program is
             compiled.
         - `eval_examples`: with `len()` and integer items; evaluated at the end of every epoch, and every
-            `eval_every_n_steps` steps.
+            `eval_every_n_steps` steps. Several sets by name, `{"dev": ..., "test": ...}`, give `"dev_loss"`, `"test_loss"`.
         - `eval_per_device_batch_size`, `eval_batch_size`: for evaluations; the size of a training micro-batch by default.
         - `eval_loss`: whether to evaluate the loss; its metric is called `"loss"`.
         - `eval_predictor`, `eval_metric_fn`: computes outputs for `eval_examples`; maps `(examples, outputs)` to a dict of

@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from .._tree import array_leaves
 from ..checkpoint import file_size
-from ..data import BatchSize, Slice, collated_shapes
+from ..data import BatchSize, Slice, collated_shapes, size_of
 from ..dims import UNKNOWN, RowUse
 from ..machine import MODEL, SEQUENCE, n_batch_shards
 from ..memory import Strategy
@@ -60,8 +60,9 @@ class Workload:
         task, (model, state), mesh = engine.task, engine.trees, engine.deployer.mesh
         work = cls.of_step(task, model, state, fit.first_step(), fit.size, mesh)
         if options.evaluates:
-            examples = fit.first_evaluated()
-            rows = max(1, fit.eval_size.micro_batch // n_batch_shards(mesh))
+            largest = max(options.eval_sets.values(), key=lambda examples: size_of(examples) or 0)
+            examples = fit.first_evaluated(largest)
+            rows = max(1, fit.eval_size(largest).micro_batch // n_batch_shards(mesh))
             if options.eval_loss:
                 batch = collated_shapes(task.collate_fn, examples)
                 use = task.row_use_of(model, state, batch, inference=True)

@@ -94,8 +94,18 @@ class FitOptions:
     def plain(self) -> dict[str, Any]:
         """The scalar options, and the sizes of the datasets."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        sizes = {f"len({name})": size_of(values[name]) for name in ("train_examples", "eval_examples")}
+        sets = {"train_examples": self.train_examples, "eval_examples": None}
+        sets |= {f"{prefix}eval_examples": examples for prefix, examples in self.eval_sets.items()}
+        sizes = {f"len({name})": size_of(examples) for name, examples in sets.items()}
         return {name: value for name, value in values.items() if isinstance(value, int | float | str | None)} | sizes
+
+    @property
+    def eval_sets(self) -> dict[str, Any]:
+        """The examples to evaluate, by the prefix of their metrics' names: each name and `_` if there are several sets."""
+        given = self.eval_examples
+        if isinstance(given, Mapping) and all(isinstance(name, str) for name in given):
+            return {f"{name}_": examples for name, examples in given.items()}
+        return {} if given is None else {"": given}
 
     @property
     def evaluates(self) -> bool:
@@ -124,9 +134,14 @@ class FitOptions:
         check_examples(self.train_examples)
         check_readable_again(source_of(self.train_examples), self.epochs or 1)
         Callbacks.check(self.callbacks)
-        if self.eval_examples is not None:
-            known_size(self.eval_examples, "eval_examples")
-            check_examples(self.eval_examples, "eval_examples", or_function=False)
+        if self.eval_examples is not None and not self.eval_sets:
+            raise ValueError("`eval_examples`: expected at least one set by name, got none. Pass a list, or leave it out.")
+        for prefix, examples in self.eval_sets.items():
+            if "/" in prefix:  # a checkpoint's name has none, as `argmin_dev_loss`
+                raise ValueError(f"`eval_examples`: expected names without `/`, got {prefix[:-1]!r}. Replace it by `_`.")
+            name = f"eval_examples[{prefix[:-1]!r}]" if prefix else "eval_examples"
+            known_size(examples, name)
+            check_examples(examples, name, or_function=False)
         if self.eval_metric_fn is not None:
             check_function(self.eval_metric_fn, "eval_metric_fn", ["examples", "outputs"])
         if self.eval_predictor is not None:
@@ -177,17 +192,14 @@ class Fit:
     def progress(self) -> Progress:
         return self.checkpointer.progress
 
-    @property
-    def eval_size(self) -> BatchSize:
-        """The sizes of an evaluation's batch; they may depend on what the loss does with rows."""
-        examples = self.options.eval_examples
-        n, use = None if examples is None else size_of(examples), self.engine.task.eval_rows or UNKNOWN
-        return self.eval_size_of_loss.evenly(n, self.engine.deployer.mesh.size, use)
+    def eval_size(self, examples: Any) -> BatchSize:
+        """Returns the sizes of a batch of an evaluation of these; they may depend on what the loss does with rows."""
+        use = self.engine.task.eval_rows or UNKNOWN
+        return self.eval_size_of_loss.evenly(size_of(examples), self.engine.deployer.mesh.size, use)
 
-    def first_evaluated(self) -> list[Any]:
-        """Returns the first batch of examples of the evaluation."""
-        n = min(size_of(self.options.eval_examples) or 0, self.eval_size.micro_batch)
-        return [self.options.eval_examples[i] for i in range(n)]
+    def first_evaluated(self, examples: Any) -> list[Any]:
+        """Returns the first batch of an evaluation of these."""
+        return [examples[i] for i in range(min(size_of(examples) or 0, self.eval_size(examples).micro_batch))]
 
     def result(self) -> dict[str, float]:
         """Returns the metrics of the newest evaluation, or if nothing is evaluated, of the newest step."""

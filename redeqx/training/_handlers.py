@@ -5,6 +5,7 @@ user's callbacks, `Save`: so a user's callback sees the evaluation of its step, 
 that have seen the step.
 """
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -37,8 +38,10 @@ class Evaluate(Callback):
         options, fit = self._fit.options, self._fit
         if options.eval_examples is None or not options.eval_sanity_check or fit.is_at_last_step:
             return
-        some, n_all = fit.first_evaluated(), size_of(options.eval_examples)
-        with nullcontext() if len(some) == n_all else note(_SANITY_CHECK.format(len(some), n_all)):
+        sets = options.eval_sets
+        some = {prefix: fit.first_evaluated(examples) for prefix, examples in sets.items()}
+        n_some, n_all = (sum(size_of(examples) or 0 for examples in of.values()) for of in (some, sets))
+        with nullcontext() if n_some == n_all else note(_SANITY_CHECK.format(n_some, n_all)):
             self._metrics_of(some)
         fit.stop_requested = False  # a fit is not stopped for the metrics of its first batch
 
@@ -56,21 +59,18 @@ class Evaluate(Callback):
 
     def _evaluate(self) -> None:
         self._at = self._fit.engine.step
-        self._fit.report(self._metrics_of(self._fit.options.eval_examples))
+        self._fit.report(self._metrics_of(self._fit.options.eval_sets))
 
-    def _metrics_of(self, examples: Any) -> dict[str, float]:
-        options, fit, engine = self._fit.options, self._fit, self._fit.engine
+    def _metrics_of(self, sets: Mapping[str, Any]) -> dict[str, float]:
+        options, engine = self._fit.options, self._fit.engine
         metrics: dict[str, float] = {}
         with engine.line.pause("evaluating"):
-            if options.eval_loss:
-                metrics.update(evaluate(engine, examples, fit.eval_size_of_loss))
-            if options.eval_predictor is not None:
-                outputs = options.eval_predictor.predict(
-                    examples, batch_size=fit.eval_size.micro_batch, model=engine.eval_model
-                )
-                if options.eval_metric_fn is not None:
-                    engine.deployer.watch.beat()
-                    metrics.update(as_metrics(options.eval_metric_fn(examples, outputs), taken=list(metrics)))
+            for prefix, examples in sets.items():
+                own = {f"{prefix}{name}": value for name, value in self._metrics_of_set(examples).items()}
+                if clash := own.keys() & metrics.keys():
+                    got = f"two of `{min(clash)}`"
+                    raise ValueError(f"`eval_examples`: expected one metric of each name, got {got}. Rename a set.")
+                metrics |= own
             metrics = engine.deployer.peers.decide("eval_metric_fn", metrics)
         missing = sorted({name for name, _ in options.tracked.values()} - set(metrics))
         if missing:
@@ -78,6 +78,17 @@ class Evaluate(Callback):
                 f"`save_argmin_ckpt_by_metrics`, `save_argmax_ckpt_by_metrics`: expected metrics among {sorted(metrics)}, "
                 f"which the evaluation returns, got {missing}. Return them from `eval_metric_fn`, or drop them."
             )
+        return metrics
+
+    def _metrics_of_set(self, examples: Any) -> dict[str, float]:
+        options, fit, engine = self._fit.options, self._fit, self._fit.engine
+        metrics = evaluate(engine, examples, fit.eval_size_of_loss) if options.eval_loss else {}
+        if options.eval_predictor is not None:
+            size = fit.eval_size(examples).micro_batch
+            outputs = options.eval_predictor.predict(examples, batch_size=size, model=engine.eval_model)
+            if options.eval_metric_fn is not None:
+                engine.deployer.watch.beat()
+                metrics |= as_metrics(options.eval_metric_fn(examples, outputs), taken=list(metrics))
         return metrics
 
 

@@ -155,6 +155,36 @@ def test_a_removed_best_checkpoint_does_not_end_a_resumed_run(tmp_path):
         trainer.load_ckpt("argmax_score")
 
 
+def test_sets_to_evaluate_have_names(tmp_path):
+    """Each has metrics of its own, by which checkpoints are chosen, and the numbers of the set alone."""
+    trainer, _ = make_trainer(tmp_path)
+    predictor = trainer.get_default_predictor(lambda model, batch, key: batch + model.weight)
+    sets = {"dev": [1.0, 2.0, 4.0], "test": [8.0]}
+
+    def score(examples, outputs):
+        assert [float(output) - trainer.step for output in outputs] in (examples, examples[:1])
+        return {"score": sum(examples) - trainer.step}
+
+    options = {"eval_predictor": predictor, "eval_metric_fn": score, "save_argmin_ckpt_by_metrics": ["dev_score"]}
+    result = trainer.fit([1.0], 1, 2, eval_examples=sets, **options)
+    alone = {name: {"loss": trainer.eval_loss(examples, 1), "score": sum(examples) - 2} for name, examples in sets.items()}
+    assert {name: value for name, value in result.items() if not name.endswith("examples")} == {
+        f"{name}_{metric}": value for name, metrics in alone.items() for metric, value in metrics.items()
+    }
+    assert (result["dev_examples"], result["test_examples"]) == (7 / 3, 8.0)  # of batches of one
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert records[-1]["eval_dev_score"] == 5.0 and records[-1]["eval_test_score"] == 6.0
+    trainer.load_ckpt("argmin_dev_score")
+    assert trainer.step == 2
+    for wrong, message in [
+        ({}, r"`eval_examples`: expected at least one set by name, got none"),
+        ({"dev": []}, r"`eval_examples\['dev'\]`: expected at least one example, got none"),
+        ({"a/b": [1.0]}, r"`eval_examples`: expected names without `/`, got 'a/b'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            trainer.fit([1.0], 1, 3, eval_examples=wrong)
+
+
 # --- the order of examples --------------------------------------------------------------------------------------------
 
 
