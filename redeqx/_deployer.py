@@ -51,7 +51,7 @@ from .machine import (
 )
 from .monitor import RECORDS, Console, ProgressLine, Tracker, to_json
 from .optimizers import lr_schedule
-from .partition import Overrides, Plan
+from .partition import Overrides, Plan, check_plan
 from .steps import Compute, Precision, Structure, Task, plan_model, stream_dtype, stream_key
 from .storage import Location, Staging, StorePath, explained, location, make_subfolder, write_file
 
@@ -286,6 +286,7 @@ class Deployer(RedcoNames):
         - `plan`: how the leaves are split; `deployer.plan(make_model())` by default.
         """
         check_function(make_model, "make_model", [])
+        check_plan(plan)
         shapes = eqx.filter_eval_shape(make_model)
         if self.is_dry_run and self.saved_programs is None:
             return as_zeros(shapes)

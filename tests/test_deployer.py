@@ -291,7 +291,7 @@ def test_plan_requires_both_loss_fn_and_batch():
     [
         (
             {"weigth": None},
-            "`overrides['weigth']`: expected a path of the model. Did you mean `weight`?",
+            "`overrides['weigth']`: expected a path of the model, got none of that name. Did you mean `weight`?",
         ),
         (
             {"weight": ("modle", None)},

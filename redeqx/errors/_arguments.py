@@ -124,10 +124,10 @@ def check_float_dtype(value: Any, name: str, advice: str) -> None:
 def check_path(path: Any, name: str, *, optional: bool = False) -> None:
     """Raises TypeError if `path` is no path, ValueError if it is an empty one."""
     expected = f"a path{' or None' if optional else ''}"
-    if path == "":
-        raise wrong(name, expected, "''", "Pass '.' for the current folder")
     if not isinstance(path, str | Path):
         raise wrong_type(name, expected, path, "Pass a string or a `pathlib.Path`")
+    if path == "":
+        raise wrong(name, expected, "''", "Pass '.' for the current folder")
 
 
 def check_folder(path: Any, name: str, *, optional: bool = False, make: bool = False) -> None:

@@ -25,7 +25,8 @@ def specs_of(overrides: Overrides, leaves: Mapping[str, Any], mesh: Mesh) -> dic
         if not isinstance(pattern, str):
             raise TypeError(f"{where}: expected a path or a glob, got {type(pattern).__name__}. Pass a string.")
         if not (matched := fnmatch.filter(leaves, pattern)):
-            raise ValueError(f"{where}: expected a path of the model.{nearest(pattern, leaves)}")
+            near = nearest(pattern, leaves) or " `deployer.plan(model).explain()` lists them."
+            raise ValueError(f"{where}: expected a path of the model, got none of that name.{near}")
         spec = _as_spec(where, given)
         for name in matched:
             if name not in chosen:

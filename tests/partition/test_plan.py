@@ -352,8 +352,15 @@ def test_overrides():
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        ({"up.wieght": None}, "`overrides['up.wieght']`: expected a path of the model. Did you mean `up.weight`?"),
-        ({"*.kernel": None}, "`overrides['*.kernel']`: expected a path of the model."),
+        (
+            {"up.wieght": None},
+            "`overrides['up.wieght']`: expected a path of the model, got none of that name. Did you mean `up.weight`?",
+        ),
+        (
+            {"*.kernel": None},
+            "`overrides['*.kernel']`: expected a path of the model, got none of that name. `deployer.plan(model).explain()` "
+            "lists them.",
+        ),
         (
             {"up.weight": ("modle",)},
             "`overrides['up.weight']`: expected mesh axes among ('data', 'fsdp', 'sequence', 'model'), got 'modle'. "
