@@ -38,5 +38,6 @@ from ._update import (
     ascent as ascent,
     in_float32 as in_float32,
     widened as widened,
+    with_kept_dtypes as with_kept_dtypes,
     with_masters as with_masters,
 )

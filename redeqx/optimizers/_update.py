@@ -143,6 +143,39 @@ def widened(tree: PyTree) -> PyTree:
     return jax.tree.map(wide, tree)
 
 
+def with_kept_dtypes(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns an optimizer whose first state has the dtypes of later ones. With parameters of several dtypes, some of optax
+    widen it in the first update, such as bfloat16 moments by the float32 arrays of `optax.inject_hyperparams`."""
+    inner = accepting(optimizer)
+
+    def after_update(params: PyTree, state: PyTree) -> PyTree:
+        value = jnp.zeros(())
+        of_loss = {"value": value, "grad": params, "value_fn": lambda *_, **__: value, "grad_fn": lambda *_: params}
+        return inner.update(params, state, params, **of_loss, obj_fn=lambda *_: value, plan=None)[1]
+
+    def init(params: PyTree) -> PyTree:
+        state, before = inner.init(params), None
+        try:
+            while len({x.dtype for x in jax.tree.leaves(params)}) > 1 and (dtypes := _dtypes(state)) != before:
+                state, before = jax.tree.map(_widened_as, state, jax.eval_shape(after_update, params, state)), dtypes
+        except Exception:  # the step calls it with its own arguments, and reports the error
+            return state
+        return state
+
+    return optax.GradientTransformationExtraArgs(init, inner.update)
+
+
+def _dtypes(tree: PyTree) -> list[Any]:
+    return [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(tree)]
+
+
+def _widened_as(leaf: Any, like: Any) -> Any:
+    """Casts a floating leaf to the dtype of another one of its shape, if that holds more."""
+    is_floating = eqx.is_array(leaf) and all(jnp.issubdtype(x.dtype, jnp.floating) for x in (leaf, like))
+    is_wider = is_floating and leaf.shape == like.shape and jnp.promote_types(leaf.dtype, like.dtype) == like.dtype
+    return leaf.astype(like.dtype) if is_wider else leaf
+
+
 def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """Returns an optimizer that receives parameters and gradients in float32."""
     inner = accepting(optimizer)

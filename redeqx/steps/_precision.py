@@ -23,7 +23,7 @@ from .._rounding import to_bfloat16
 from .._tree import PyTree
 from ..errors import alternatives, check_choice
 from ..machine import FP8_DEVICES, has_fp8
-from ..optimizers import in_float32, widened, with_masters
+from ..optimizers import in_float32, widened, with_kept_dtypes, with_masters
 
 FP8 = "fp8"
 
@@ -151,9 +151,10 @@ class Precision:
         return [leaf if self.parameters is None else cast(leaf, self.parameters) for leaf in leaves]
 
     def optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Returns an optimizer that computes in float32 even if its parameters are stored in a narrower dtype."""
+        """Returns an optimizer that computes in float32 even if its parameters are stored in a narrower dtype, and whose
+        state keeps its dtypes."""
         if not self.rounds:
-            return optimizer
+            return with_kept_dtypes(optimizer)
         return with_masters(optimizer) if self.rounding == "master" else in_float32(optimizer)
 
     def updated(self, params: PyTree, updates: PyTree, key: Array) -> PyTree:
