@@ -1,23 +1,15 @@
-"""Callbacks: the interface, two of them, and how a fit calls them and keeps their state.
+"""Callbacks: the interface, and two of them. `_handlers.py` has those of every fit, and calls all of them.
 
 `Callback` is the interface; `EarlyStopping`, `Profile` and the `SaveEvery` of `_save_every.py` use nothing else.
 """
 
-import inspect
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import jax
-import numpy as np
 
-from .._tree import nearest
-from ..checkpoint import CheckpointFolder, CheckpointManager
 from ..compiled import profile_of
-from ..errors import brief, check_choice, check_count, check_function, check_number, filter_traceback, warn
-from ..monitor import to_json
+from ..errors import check_choice, check_count, check_number, filter_traceback
 from ..storage import Location, make_subfolder, write_file
 
 
@@ -232,172 +224,3 @@ def need_workdir(trainer: Any, name: str) -> None:
     """Raises ValueError for a run that records nothing."""
     if trainer.deployer.workdir is None:
         raise ValueError(f"`{name}`: expected a `workdir` to write to, got None. Pass `Deployer(workdir=...)`.")
-
-
-# --- the callbacks of a fit ------------------------------------------------------------------------------------------
-
-
-_METHODS = tuple(name for name in vars(Callback) if name.startswith("on_"))
-
-
-def _overrides(callback: Callback, method: str) -> bool:
-    return getattr(type(callback), method) is not getattr(Callback, method)
-
-
-class Callbacks:
-    """The callbacks of one fit, and the trainer that is passed to them.
-
-    **Arguments:**
-
-    - `own`: the user's; `before` and `after` them are those of the fit itself.
-
-    **Attributes:**
-
-    - `has_begun`: whether their states of an earlier run were restored, before the first call.
-    - `was_called`: whether one was called since this was last set to False; the same in all processes.
-    """
-
-    def __init__(self, trainer: Any, before: Sequence[Callback], own: Sequence[Callback], after: Sequence[Callback]):
-        self.trainer, self.own, self.each = trainer, own, [*before, *own, *after]
-        self._overriding = {method: [each for each in self.each if _overrides(each, method)] for method in _METHODS}
-        self.has_begun = self.was_called = False
-        self._is_saving = False  # within `on_save`
-
-    @staticmethod
-    def check(each: Any) -> None:
-        """Raises TypeError for anything but a list of callbacks."""
-        if isinstance(each, Callback) or not isinstance(each, Sequence):
-            raise TypeError(f"`callbacks`: expected a list, got {type(each).__name__}. Write [callback].")
-        for i, callback in enumerate(each):
-            if not isinstance(callback, Callback):
-                found = f"the class {callback.__name__}" if isinstance(callback, type) else type(callback).__name__
-                raise TypeError(
-                    f"`callbacks[{i}]`: expected a `redeqx.Callback`, got {found}. Pass an instance of a subclass."
-                )
-            if callback.every is not Callback.every:
-                check_count(callback.every, f"callbacks[{i}].every")
-            for method in _METHODS:
-                if _overrides(callback, method):
-                    _, *parameters = inspect.signature(getattr(Callback, method)).parameters
-                    check_function(getattr(callback, method), f"callbacks[{i}].{method}", parameters)
-            for name in dir(type(callback)):
-                if name.startswith("on_") and name not in _METHODS and nearest(name, _METHODS):
-                    warn(
-                        f"`callbacks[{i}].{name}`: expected one of {', '.join(_METHODS)}, got a method that a fit never "
-                        f"calls.{nearest(name, _METHODS)}"
-                    )
-
-    def call(self, method: str, *args: Any) -> None:
-        """Calls a method of each callback that overrides it."""
-        for callback in self._overriding[method]:
-            self.was_called = True
-            getattr(callback, method)(self.trainer, *args)
-
-    def call_at(self, moment: str, step: int, metrics: Callable[[], dict[str, float]]) -> None:
-        """Calls a method of a moment of a fit; `on_step` only of those that want this step.
-
-        **Arguments:**
-
-        - `metrics`: returns those of the moment, for each callback anew: an evaluation may come before.
-        """
-        for callback in self._overriding[moment]:
-            if moment == "on_step" and not callback.wants(step):
-                continue
-            self.was_called = True
-            getattr(callback, moment)(self.trainer, *([] if moment == "on_fit_start" else [metrics()]))
-
-    def call_on_save(self, path: Location, checkpoints: CheckpointManager) -> None:
-        """Calls `on_save` once the checkpoint is on disk, except for checkpoints that are saved inside `on_save`."""
-        if not self._is_saving and self._overriding["on_save"]:
-            checkpoints.wait()
-            self._is_saving = True
-            try:
-                self.call("on_save", path)
-            finally:
-                self._is_saving = False
-
-    def __enter__(self) -> "Callbacks":
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: TracebackType | None) -> None:
-        """Closes every callback, even if another one raises. An error of the fit itself is the one that is raised."""
-        failed: list[Exception] = []
-        for callback in self.each:
-            try:
-                callback.close()
-            except Exception as raised:
-                failed.append(raised)
-        if failed and error is None:
-            raise failed[0]
-        for raised in failed:
-            assert error is not None
-            error.add_note(f"A callback's `close` failed after it: {type(raised).__name__}: {raised}")
-
-    def states(self) -> dict[str, dict[str, Any]]:
-        """Returns the state of each callback that has one, by its class and its position among those of its class."""
-        states = {key: callback.state() for key, callback in self._keyed().items()}
-        return {key: state for key, state in states.items() if state}
-
-    def begin(self, states: Mapping[str, dict[str, Any]]) -> None:
-        """Restores the saved state of each callback."""
-        self.has_begun = True
-        for key, callback in self._keyed().items():
-            if key in states:
-                callback.load_state(states[key])
-
-    def _keyed(self) -> dict[str, Callback]:
-        n_before: Counter[str] = Counter()
-        keyed = {}
-        for callback in self.own:
-            name = type(callback).__name__
-            keyed[f"{name}_{n_before[name]}"] = callback
-            n_before[name] += 1
-        return keyed
-
-
-def _not_json(values: Mapping[str, Any]) -> str | None:
-    """Describes what JSON cannot hold of these values; None if it can hold all."""
-    try:
-        to_json(values)
-    except (TypeError, ValueError) as error:
-        return str(error)
-    others = [key for key in _keys(values) if not isinstance(key, str)]
-    return f"the key {brief(others[0])}, of which JSON makes a string" if others else None
-
-
-def _keys(value: Any) -> Iterator[Any]:
-    """Yields the keys of all dicts in a value."""
-    if isinstance(value, Mapping):
-        yield from value
-    if isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _keys(item)
-
-
-def states_to_record(states: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Returns the entry of callbacks' states in `trainer.json`, which has the values and the dtype and shape of each array;
-    and the arrays. Raises TypeError for a state that a checkpoint cannot hold."""
-    record, arrays = {}, {}
-    for key, state in states.items():
-        items = state.items() if isinstance(state, Mapping) else ()
-        own = {name: x for name, x in items if isinstance(x, jax.Array | np.ndarray)}
-        values = {name: x for name, x in items if name not in own}
-        if (got := _not_json(values) if isinstance(state, Mapping) else brief(state)) is not None:
-            raise TypeError(
-                f"`{key}.state`: expected a dict of arrays, and of values that JSON can hold, got {got}. Return a dict, and "
-                "convert what is in it."
-            )
-        record[key] = {"values": values, "arrays": {name: [str(x.dtype), *x.shape] for name, x in own.items()}}
-        arrays |= {key: own} if own else {}
-    return record, arrays
-
-
-def states_of_record(record: Mapping[str, Any], checkpoints: CheckpointFolder, path: Location) -> dict[str, Any]:
-    """Reads the callbacks' states from a checkpoint, given their entry in `trainer.json`."""
-    template = {
-        key: {name: np.broadcast_to(np.zeros((), dtype), shape) for name, (dtype, *shape) in state["arrays"].items()}
-        for key, state in record.items()
-        if state["arrays"]
-    }
-    arrays = checkpoints.load(path, "callbacks", template) if template else {}
-    return {key: {**state["values"], **arrays.get(key, {})} for key, state in record.items()}

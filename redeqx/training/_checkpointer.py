@@ -17,8 +17,8 @@ from .._version import __version__
 from ..checkpoint import CheckpointFolder, CheckpointManager, check_savable, find_checkpoint
 from ..errors import DamagedError, warn
 from ..storage import Location, location
-from ._callbacks import Callbacks, states_of_record, states_to_record
 from ._engine import Engine
+from ._handlers import Callbacks, states_of_record, states_to_record
 from ._progress import (
     Position,
     Progress,

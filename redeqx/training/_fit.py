@@ -41,10 +41,9 @@ from ..errors import (
 from ..monitor import ProgressLine
 from ..optimizers import warn_of_zero_rate
 from ..storage import Location, check_writable
-from ._callbacks import Callbacks
 from ._checkpointer import Checkpointer
 from ._engine import Engine
-from ._handlers import Evaluate, KeepBest, Save
+from ._handlers import Callbacks, Evaluate, KeepBest, Save
 from ._loops import warn_of_large_batch
 from ._progress import Position, Progress
 
