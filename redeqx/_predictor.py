@@ -14,21 +14,9 @@ from jaxtyping import PRNGKeyArray
 
 from ._deployer import Deployer
 from ._load import Saved
-from ._tree import PyTree, array_leaves, as_bare_shapes, is_array_like
-from .data import (
-    BatchSize,
-    Group,
-    Prefetch,
-    collate,
-    collate_alone,
-    drawn_ahead,
-    known_size,
-    local_rows,
-    pad_rows,
-    place_rows,
-    read,
-)
-from .dims import RowUse
+from ._tree import PyTree, array_leaves, as_bare_shapes, bare_shape, is_array_like
+from .data import BatchSize, CollatePool, Prefetch, batches, collated_shapes, drawn_ahead, known_size, slices
+from .dims import RowUse, with_rows
 from .distributed import RowCheck, agree_on_examples
 from .errors import (
     REDCO_PREDICTOR,
@@ -217,9 +205,9 @@ class Predictor(RedcoNames):
         at_once = min(size.examples, n)
         n_shards = self._deployer.n_batch_shards
         rows = -(-at_once // n_shards) * n_shards
-        batches = self._zeros if self._deployer.is_dry_run else self._outputs
+        outputs = self._zeros if self._deployer.is_dry_run else self._outputs
         key = jax.random.key(self._deployer.jax_seed) if key is None else key
-        return batches(examples, n, at_once, rows, model, key)
+        return outputs(examples, n, at_once, rows, model, key)
 
     def _outputs(
         self, examples: Any, n: int, at_once: int, rows: int, model: PyTree | None, key: PRNGKeyArray
@@ -227,45 +215,30 @@ class Predictor(RedcoNames):
         """Yields the outputs of `n` examples, `at_once` in batches of `rows`."""
         mesh, peers = self._deployer.mesh, self._deployer.peers
         check = None if peers.n == 1 else RowCheck(peers, self._deployer.console.info)
-
-        def collated(start: int, n_rows: int, here: np.ndarray) -> tuple[list[Any], PyTree]:
-            places = [start + i for i in sorted({min(int(i), n_rows - 1) for i in here})]
-            found = read(examples, places)
-            return found, collate(self._collate_fn, found, places)
-
-        def prepare() -> Iterator[tuple[int, int, PyTree]]:
-            here = local_rows([Group(1, rows)], mesh)  # of a padded batch
-            for i, start in enumerate(range(0, n, at_once)):
-                n_rows = min(at_once, n - start)
-                found, batch = collated(start, n_rows, here)
-                if check is not None:
-                    if i == 0 and check.vary([batch, *collate_alone(self._collate_fn, found)]):
-                        here = np.arange(rows)
-                        found, batch = collated(start, n_rows, here)
-                    check(i, batch, n_rows)
-                yield start, n_rows, place_rows(pad_rows(batch, len(here)), np.arange(rows), split_rows(mesh), here)
-
+        steps, size = slices(examples, at_once, name="examples"), BatchSize(at_once, rows, pads=True)
         key = put(key, replicated(mesh))
         line = self._deployer.console.progress(title="predict")  # shown while a batch of new shapes is compiled
 
-        def computed(batches: Prefetch, model: PyTree | None) -> Iterator[tuple[int, PyTree]]:
-            for start, n_rows, batch in batches:
+        def computed(upcoming: Prefetch, model: PyTree | None) -> Iterator[tuple[int, PyTree]]:
+            start = 0
+            for batch in upcoming:
                 peers.check()
                 if start == 0:
-                    model, state, plan = self._resolve(model, batch)
+                    model, state, plan = self._resolve(model, batch.micro_batch)
                     structure, step = self._get_step(model, state, plan)
                     arrays = (*structure.take(model), jax.tree.leaves(state))
                 if any(x.is_deleted() for x in jax.tree.leaves(arrays)):
                     self._check_alive(model, state)
-                signature = tuple((x.shape, x.dtype) for x in jax.tree.leaves(batch))
-                outputs = self._called.call(step, (*arrays, batch, key, row_span(start, n)), signature, line)
+                args = (*arrays, batch.groups[0], key, row_span(start, n))
+                outputs = self._called.call(step, args, batch.signature, line)
+                start += batch.n_examples
                 self._deployer.watch.beat()
                 jax.tree.map(lambda x: x.copy_to_host_async(), outputs)
-                yield n_rows, outputs
+                yield batch.n_examples, outputs
 
-        with closing(Prefetch(prepare())) as batches:
+        with closing(batches(steps, CollatePool(self._collate_fn), size, mesh, check)) as upcoming:
             # The device computes one batch while the previous one is returned.
-            yield from starmap(self._unbatch, drawn_ahead(computed(batches, model), 1))
+            yield from starmap(self._unbatch, drawn_ahead(computed(upcoming, model), 1))
 
     def _zeros(
         self, examples: Any, n: int, at_once: int, rows: int, model: PyTree | None, key: PRNGKeyArray
@@ -275,7 +248,7 @@ class Predictor(RedcoNames):
         if (run := dry()) is not None and "predictions" not in run.zeros:
             run.zeros.add("predictions")
             self._deployer.console.info("dry run: nothing has a value before the first `fit`: `predict` returns zeros")
-        batch = pad_rows(collate(self._collate_fn, [examples[i] for i in range(at_once)]), rows)
+        batch = with_rows(collated_shapes(self._collate_fn, [examples[i] for i in range(at_once)]), rows)
         if self._engine is not None:
             own, state = self._engine.trees
             plan, model = self._make_plan(own, state, batch), own if model is None else model
@@ -283,7 +256,8 @@ class Predictor(RedcoNames):
             model, state = self._require_model(model), self._model_state
             plan = self._plan = self._plan or self._make_plan(model, self._model_state, batch)
         structure, step = self._get_step(model, state, plan)
-        shapes = jax.eval_shape(step, *structure.take(model), jax.tree.leaves(state), batch, key, row_span(0, n))
+        group = jax.tree.map(lambda x: bare_shape(x, (1, *x.shape)), batch)
+        shapes = jax.eval_shape(step, *structure.take(model), jax.tree.leaves(state), group, key, row_span(0, n))
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         for start in range(0, n, at_once):
             yield self._unbatch(min(at_once, n - start), zeros)
@@ -293,13 +267,13 @@ class Predictor(RedcoNames):
         mesh = program.plan.mesh
         n_shards = n_batch_shards(mesh)
         batch_size = min(per_device_batch_size * n_shards, -(-len(examples) // n_shards) * n_shards)
-        batch = pad_rows(collate(self._collate_fn, list(examples[:batch_size])), batch_size)
-        batch = jax.tree.map(lambda x: placed_shape(x, split_rows(mesh)), batch)
+        batch = with_rows(collated_shapes(self._collate_fn, examples[:batch_size]), batch_size)
+        group = jax.tree.map(lambda x: placed_shape(bare_shape(x, (1, *x.shape)), split_rows(mesh, dim=1)), batch)
         structure = Structure.of(model)
         step = self._make_step(structure, program.plan, program.model_state(program.state), named=True)
         key = placed_shape(jax.eval_shape(lambda: jax.random.key(0)), replicated(mesh))
         span = jax.ShapeDtypeStruct((2,), np.uint32)
-        return step.trace(*placed_shapes(structure, model, program.plan), program.state.layers, batch, key, span)
+        return step.trace(*placed_shapes(structure, model, program.plan), program.state.layers, group, key, span)
 
     def _unbatch(self, n_rows: int, outputs: PyTree) -> list[Any]:
         listed = self._output_fn(jax.tree.map(lambda x: _on_host(x)[:n_rows], outputs))

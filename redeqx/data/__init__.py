@@ -7,11 +7,9 @@ Owns the choice of each step's examples, and how they are placed on the mesh. Do
 from ._batches import Batch as Batch, batches as batches
 from ._collate import (
     collate as collate,
-    collate_alone as collate_alone,
     collated_shapes as collated_shapes,
     micro_batch_shapes as micro_batch_shapes,
     n_tokens as n_tokens,
-    read as read,
 )
 from ._examples import (
     Slice as Slice,
@@ -30,9 +28,6 @@ from ._rows import (
     BatchSize as BatchSize,
     Group as Group,
     group_sharding as group_sharding,
-    local_rows as local_rows,
-    pad_rows as pad_rows,
-    place_rows as place_rows,
 )
 from ._tokens import TokenRows as TokenRows
 from ._workers import CollatePool as CollatePool, Workers as Workers

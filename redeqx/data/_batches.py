@@ -89,7 +89,8 @@ def batches(
         return size.cut(len(step.examples), known, mesh)
 
     def needed_rows(i: int, step: Slice) -> np.ndarray:
-        return np.arange(len(step.examples)) if collates_whole else local_rows(cut_of(i, step), mesh)
+        n = len(step.examples)
+        return np.arange(n) if collates_whole else np.unique(np.minimum(local_rows(cut_of(i, step), mesh), n - 1))
 
     def begun(i: int, step: Slice) -> "_Step":
         rows = needed_rows(i, step)

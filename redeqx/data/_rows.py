@@ -44,6 +44,7 @@ class BatchSize:
     micro_batch: int
     by_examples: bool = False  # whether the user gave `batch_size`
     asked: int = 1  # micro-batches per update, by `accumulate_grad_batches`
+    pads: bool = False  # whether a step is one full micro-batch, whose rows after the examples repeat the last one
 
     @classmethod
     def of(
@@ -104,6 +105,8 @@ class BatchSize:
 
         Raises ValueError for rows that do not divide into the groups of rows that the loss takes.
         """
+        if self.pads:
+            return (Group(1, self.micro_batch),)
         if n_rows % use.group:
             line = f" ({use.line})" if use.line else ""
             raise ValueError(
@@ -177,13 +180,13 @@ def place_batch(
 
     **Arguments:**
 
-    - `rows`: the rows of the step that the batch contains, from `local_rows`.
+    - `rows`: the rows of the step that the batch contains, from `local_rows`. The last one stands for those after it.
     - `n_micro_batches`: the minimal number of micro-batches in the first group; its last one is repeated.
     """
     placed = []
     start = 0
     for i, group in enumerate(cut):
-        places = start + np.arange(group.size).reshape(group.n, group.rows)
+        places = np.minimum(start + np.arange(group.size).reshape(group.n, group.rows), rows[-1])
         start += places.size
         if i == 0 and group.n < n_micro_batches:
             places = np.concatenate([places, np.repeat(places[-1:], n_micro_batches - group.n, axis=0)])
@@ -214,13 +217,3 @@ def place_rows(
         return jax.make_array_from_callback((*places.shape, *x.shape[1:]), sharding, piece)
 
     return jax.tree.map(put, batch)
-
-
-def pad_rows(batch: PyTree[np.ndarray], n_rows: int) -> PyTree[np.ndarray]:
-    """Pads the batch to `n_rows` rows with copies of its last row. The outputs of padded rows are dropped later."""
-
-    def pad(x: np.ndarray) -> np.ndarray:
-        missing = n_rows - len(x)
-        return np.concatenate([x, np.repeat(x[-1:], missing, axis=0)]) if missing else x
-
-    return jax.tree.map(pad, batch)

@@ -247,9 +247,9 @@ def make_predict_step(
     options: XlaOptions,
     judged: Callable[[RowUse], None],
 ) -> Callable[..., Any]:
-    """Returns the jitted `(trained, frozen, state, batch, key, span) -> outputs` of a `prediction`, with rows split over the
-    batch axes. `span` is the place of the batch in the prediction, see `row_span`. `judged` is called with what `predict`
-    does with rows, whenever it is traced."""
+    """Returns the jitted `(trained, frozen, state, group, key, span) -> outputs` of a `prediction`, with rows split over the
+    batch axes. `group` is the batch as the only micro-batch, `[1, rows, ...]`, and `span` its place in the prediction, see
+    `row_span`. `judged` is called with what `predict` does with rows, whenever it is traced."""
 
     def of_part(*args):
         use = row_use(predict, *args[:4], returns_rows=True, is_differentiated=False)
@@ -258,7 +258,8 @@ def make_predict_step(
 
     planned_fn = with_rules(of_part, structure, plan, compute, "prediction", named=named)
 
-    def predict_fn(trained, frozen, state, batch, key, span):
+    def predict_fn(trained, frozen, state, group, key, span):
+        batch = jax.tree.map(lambda x: x[0], group)
         (before, total), n = span, n_rows(batch)
         rows = Rows(before + jnp.arange(n, dtype=jnp.uint32), total, total)
         return planned_fn([*trained, *frozen], state, batch, key, rows)

@@ -33,7 +33,6 @@ from redeqx.data import (
     drawn_ahead,
     examples_of,
     known_size,
-    pad_rows,
     size_of,
     slices,
 )
@@ -116,12 +115,15 @@ def test_placed_batch_contains_every_row_once(shards, n_rows):
     np.testing.assert_array_equal(rows, batch["y"][0])
 
 
-def test_padding_repeats_the_last_row():
-    batch = {"x": np.arange(6).reshape(3, 2), "y": np.arange(3)}
-    padded = pad_rows(batch, 5)
-    np.testing.assert_array_equal(padded["x"], [[0, 1], [2, 3], [4, 5], [4, 5], [4, 5]])
-    np.testing.assert_array_equal(padded["y"], [0, 1, 2, 2, 2])
-    assert pad_rows(batch, 3)["x"] is batch["x"]
+@pytest.mark.parametrize("n_devices", [1, 2, 8])
+def test_padding_repeats_the_last_row(n_devices):
+    mesh, size = make_mesh(devices=jax.devices()[:n_devices]), BatchSize(3, 8, pads=True)
+    full, last = placed_batches(lambda rows: {"x": np.array(rows), "y": 2.0 * np.array(rows)}, range(5), size, mesh)
+    np.testing.assert_array_equal(full.groups[0]["x"], [[0, 1, 2, 2, 2, 2, 2, 2]])
+    np.testing.assert_array_equal(last.groups[0]["x"], [[3, 4, 4, 4, 4, 4, 4, 4]])
+    np.testing.assert_array_equal(last.groups[0]["y"], [[6, 8, 8, 8, 8, 8, 8, 8]])
+    assert (full.n_examples, last.n_examples) == (3, 2)
+    assert full.signature == last.signature  # one program
 
 
 @pytest.mark.parametrize(
