@@ -250,7 +250,7 @@ class Checkpointer:
             path = checkpoints.save(step, trees, record, names, keep_last, save_float_dtype, later)
             if later is None:
                 committed(path)
-            if is_full:
+            if is_full or is_of_fit:
                 self.progress.saved, self._keep_last = (step, engine.position), keep_last
             self.tags.difference_update(tags)
         if self._callbacks is not None:

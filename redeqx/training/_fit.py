@@ -249,7 +249,8 @@ class Fit:
             self.engine.flush()
             return dict(self.engine.metrics.last)
 
-        self.callbacks.call_at(moment, self.engine.step, metrics)
+        given = [] if moment == "on_fit_start" else [metrics]
+        self.callbacks.call(moment, *given, step=self.engine.step if moment == "on_step" else None)
 
     def moments(self, start: Position, line: ProgressLine) -> Generator[str, None, None]:
         """Takes the steps of the fit, from its start; yields the method of the callbacks to call after each part."""
@@ -402,7 +403,7 @@ class Fit:
         self.progress.metrics, self.progress.evaluated = metrics, engine.step
         engine.records.metrics({f"eval_{name}": x for name, x in metrics.items()}, engine.step, name=engine.name)
         engine.deployer.console.info(f"step {engine.step}: " + ", ".join(f"eval {k} {v:.5g}" for k, v in metrics.items()))
-        self.callbacks.call("on_eval", dict(metrics))
+        self.callbacks.call("on_eval", lambda: dict(metrics))
 
     def _summarise(self) -> None:
         checkpoints, metrics, best = self.checkpointer.checkpoints, self.progress.metrics, self.progress.best

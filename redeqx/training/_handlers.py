@@ -167,7 +167,6 @@ class Save(Callback):
             is_of_fit=True,
             then=lambda path: engine.deployer.console.info(f"step {step}: saved {path} ({names})"),
         )
-        fit.progress.saved = (step, engine.position)  # as the options say, maybe without what resuming needs
         if self._is_preempted:
             assert fit.checkpointer.checkpoints is not None
             fit.checkpointer.checkpoints.wait()
@@ -226,24 +225,17 @@ class Callbacks:
                         f"calls.{nearest(name, _METHODS)}"
                     )
 
-    def call(self, method: str, *args: Any) -> None:
-        """Calls a method of each callback that overrides it."""
-        for callback in self._overriding[method]:
-            self.was_called = True
-            getattr(callback, method)(self.trainer, *args)
-
-    def call_at(self, moment: str, step: int, metrics: Callable[[], dict[str, float]]) -> None:
-        """Calls a method of a moment of a fit; `on_step` only of those that want this step.
+    def call(self, method: str, *given: Callable[[], Any], step: int | None = None) -> None:
+        """Calls a method of each callback that overrides it; with a `step`, of those that want it.
 
         **Arguments:**
 
-        - `metrics`: returns those of the moment, for each callback anew: an evaluation may come before.
+        - `given`: return the arguments after the trainer, for each callback anew: an evaluation may come before.
         """
-        for callback in self._overriding[moment]:
-            if moment == "on_step" and not callback.wants(step):
-                continue
-            self.was_called = True
-            getattr(callback, moment)(self.trainer, *([] if moment == "on_fit_start" else [metrics()]))
+        for callback in self._overriding[method]:
+            if step is None or callback.wants(step):
+                self.was_called = True
+                getattr(callback, method)(self.trainer, *(argument() for argument in given))
 
     def call_on_save(self, path: Location, checkpoints: CheckpointManager) -> None:
         """Calls `on_save` once the checkpoint is on disk, except for checkpoints that are saved inside `on_save`."""
@@ -251,7 +243,7 @@ class Callbacks:
             checkpoints.wait()
             self._is_saving = True
             try:
-                self.call("on_save", path)
+                self.call("on_save", lambda: path)
             finally:
                 self._is_saving = False
 
