@@ -19,7 +19,7 @@ from ..distributed import agree_on_program
 from ..machine import cache_text, cache_use, chip_of_kind
 from ..memory import Loop, SearchSpace, Strategy, choose, matmul_seconds
 from ..monitor import ProgressLine, Work
-from ..steps import Program, Task, make_program, n_rows, shard_bytes
+from ..steps import Program, Task, TrainState, make_program, n_rows, shard_bytes
 from ..tracing import insides
 
 
@@ -103,9 +103,10 @@ class TrainSteps(CalledSteps):
             saved.check(step_facts(program.argument_texts(args), program.train_step.lower(*args)))
 
     def call_first(
-        self, program: Program, args: tuple[Any, ...], batch: Batch, line: ProgressLine
-    ) -> tuple[CalledStep, Any]:
+        self, program: Program, state: TrainState, batch: Batch, line: ProgressLine
+    ) -> tuple[CalledStep, tuple[TrainState, jax.Array]]:
         """Calls a train step for a batch with a new signature, which compiles it; returns the step, and its results."""
+        args = program.train_args(state, batch.groups, np.uint32(batch.n_examples))
         self._check_saved(program, args)
         step, check = program.train_step, checked_work(program.train_step, args, program.plan, batch.groups)
         ahead, self._ahead = self._ahead, None
@@ -116,7 +117,7 @@ class TrainSteps(CalledSteps):
             called = CalledStep(captured(step, args), step.lower(*args), work)
             if ahead is not None:
                 ahead.wait()
-            outs = step(*args)  # finds this lowering in JAX's caches
+            outs = program.call_train(state, *args[2:])  # finds this lowering in JAX's caches
         self.known[batch.signature] = called
         return called, outs
 

@@ -322,15 +322,12 @@ class Engine:
             self.take_hyperparams()
         program, state = self.placed
         program.check_alive(state)
-        n_rows = np.uint32(batch.n_examples)
         if step is None:
-            args = program.train_args(state, batch.groups, n_rows)
-            step, (after, vector) = self.called.call_first(program, args, batch, self.line)
-            after.frozen.extend(state.frozen)
+            step, (after, vector) = self.called.call_first(program, state, batch, self.line)
         else:
             if step.captured:
                 check_captured(step.captured, "loss_fn" if self.task.grad_fn is None else "grad_fn")
-            after, vector = program.call_train(state, batch.groups, n_rows)
+            after, vector = program.call_train(state, batch.groups, np.uint32(batch.n_examples))
         if self._is_lent:
             state.delete_donated()
         self._state, self.newest_step, self._is_lent = after, step, False
