@@ -202,20 +202,19 @@ class Predictor(RedcoNames):
         agree_on_examples(self._deployer.peers, "predict", n, size.examples)
         if n == 0:
             return iter(())
-        at_once = min(size.examples, n)
-        n_shards = self._deployer.n_batch_shards
-        rows = -(-at_once // n_shards) * n_shards
+        at_once, n_shards = min(size.examples, n), self._deployer.n_batch_shards
+        padded = BatchSize(at_once, -(-at_once // n_shards) * n_shards, pads=True)
         outputs = self._zeros if self._deployer.is_dry_run else self._outputs
         key = jax.random.key(self._deployer.jax_seed) if key is None else key
-        return outputs(examples, n, at_once, rows, model, key)
+        return outputs(examples, n, padded, model, key)
 
     def _outputs(
-        self, examples: Any, n: int, at_once: int, rows: int, model: PyTree | None, key: PRNGKeyArray
+        self, examples: Any, n: int, size: BatchSize, model: PyTree | None, key: PRNGKeyArray
     ) -> Iterator[list[Any]]:
-        """Yields the outputs of `n` examples, `at_once` in batches of `rows`."""
+        """Yields the outputs of `n` examples."""
         mesh, peers = self._deployer.mesh, self._deployer.peers
         check = None if peers.n == 1 else RowCheck(peers, self._deployer.console.info)
-        steps, size = slices(examples, at_once, name="examples"), BatchSize(at_once, rows, pads=True)
+        steps = slices(examples, size.examples, name="examples")
         key = put(key, replicated(mesh))
         line = self._deployer.console.progress(title="predict")  # shown while a batch of new shapes is compiled
 
@@ -240,15 +239,14 @@ class Predictor(RedcoNames):
             # The device computes one batch while the previous one is returned.
             yield from starmap(self._unbatch, drawn_ahead(computed(upcoming, model), 1))
 
-    def _zeros(
-        self, examples: Any, n: int, at_once: int, rows: int, model: PyTree | None, key: PRNGKeyArray
-    ) -> Iterator[list[Any]]:
+    def _zeros(self, examples: Any, n: int, size: BatchSize, model: PyTree | None, key: PRNGKeyArray) -> Iterator[list[Any]]:
         """Yields zeros in place of the outputs, so that a script that predicts before its first `fit` reaches it in a dry
         run. They have the shapes of the first batch, since only that one is collated."""
         if (run := dry()) is not None and "predictions" not in run.zeros:
             run.zeros.add("predictions")
             self._deployer.console.info("dry run: nothing has a value before the first `fit`: `predict` returns zeros")
-        batch = with_rows(collated_shapes(self._collate_fn, [examples[i] for i in range(at_once)]), rows)
+        first = [examples[i] for i in range(size.examples)]
+        batch = with_rows(collated_shapes(self._collate_fn, first), size.micro_batch)
         if self._engine is not None:
             own, state = self._engine.trees
             plan, model = self._make_plan(own, state, batch), own if model is None else model
@@ -259,8 +257,8 @@ class Predictor(RedcoNames):
         group = jax.tree.map(lambda x: bare_shape(x, (1, *x.shape)), batch)
         shapes = jax.eval_shape(step, *structure.take(model), jax.tree.leaves(state), group, key, row_span(0, n))
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-        for start in range(0, n, at_once):
-            yield self._unbatch(min(at_once, n - start), zeros)
+        for start in range(0, n, size.examples):
+            yield self._unbatch(min(size.examples, n - start), zeros)
 
     def trace(self, model: PyTree, examples: Sequence[Any], per_device_batch_size: int, program: Program) -> Any:
         """Traces the step for the first batch of examples, with a trainer's model sharded as in `program`."""
