@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from .._tree import PyTree, bare_shape, bytes_in_memory, named_leaves
 from ..compiled import argument_text
-from ..errors import check_alive, note
+from ..errors import check_alive
 from ..machine import in_host, replicated
 from ..memory import Loop
 from ..optimizers import Update, check_opt_state, eval_params, has_eval_params
@@ -169,12 +169,6 @@ def placed_shapes(
     return trained, frozen
 
 
-_CALLED = (
-    " optax calls labels that can be called, and a tree of labels can, as this model has a `__call__`. Pass the tree as "
-    "`lambda params: labels`."
-)
-
-
 def make_program(
     task: Task,
     plan: Plan,
@@ -193,11 +187,8 @@ def make_program(
     trained, frozen = placed_shapes(structure, model, plan)
 
     def init(trained: Sequence[Array]) -> PyTree:
-        with (
-            using_kinds(plan.kinds_of_loss),
-            note("Raised in `optimizer.init`.", lambda: _CALLED if callable(model) else ""),
-        ):
-            return task.optimizer.init(structure.trained_tree(trained))
+        with using_kinds(plan.kinds_of_loss):
+            return task.init_opt_state(trained)
 
     traced, opt_tree = jax.make_jaxpr(init, return_shape=True)(trained)
     check_opt_state(opt_tree)

@@ -14,7 +14,7 @@ from jaxtyping import Array, PyTree
 
 from .._tree import array_leaves, as_bare_shapes, is_array_like, named_leaves
 from ..dims import UNKNOWN, RowUse, row_use, shapes_of_row
-from ..errors import warn
+from ..errors import note, warn
 from ..machine import XlaOptions, XlaSettings, xla_settings
 from ..optimizers import follows_schedule, paired_leaves
 from ..partition import Overrides, Plan, make_plan, mark_read
@@ -122,16 +122,15 @@ class Task:
         """Returns a description of the dtypes of a step."""
         return self.compute.precision.describe([leaf.dtype for leaf in self.structure.take(model)[0]])
 
+    def init_opt_state(self, trained: Sequence[Any]) -> PyTree:
+        """Returns the optimizer's state for the trained leaves."""
+        params = self.structure.trained_tree(trained)
+        with note(_OF_INIT, lambda: _CALLED if callable(params) else ""):
+            return self.optimizer.init(params)
+
     def opt_shapes(self, model: PyTree) -> PyTree:
         """Returns the shapes of the optimizer state."""
-        try:
-            return jax.eval_shape(self.optimizer.init, self.structure.trained_tree(self.structure.take(model)[0]))
-        except Exception as error:
-            error.add_note(
-                "Raised by `optimizer.init` of the trained arrays, which are the model with None for everything else. Masks "
-                "and labels have that structure; an optimizer whose parameters are something else cannot be used."
-            )
-            raise
+        return jax.eval_shape(self.init_opt_state, self.structure.take(model)[0])
 
     def checked_schedule(self, model: PyTree) -> Callable[[Any], Any] | None:
         """Returns `lr_schedule_fn` if the learning rate of each step is its value there, as far as the optimizer shows."""
@@ -231,6 +230,16 @@ class Task:
         given = jax.tree.map(lambda x: x, state)  # a copy: `state.set` makes the object that it is called on unusable
         out, after = _pair(fn(model, given, batch, key), where, "(loss, state)", ", as `model_state` was given")
         return out, state if inference else _checked_state(after, state, where)
+
+
+_OF_INIT = (
+    "Raised by `optimizer.init` of the trained arrays, which are the model with None for everything else. Masks and labels "
+    "have that structure; an optimizer whose parameters are something else cannot be used."
+)
+_CALLED = (
+    " optax calls labels that can be called, and a tree of labels can, as this model has a `__call__`. Pass the tree as "
+    "`lambda params: labels`."
+)
 
 
 def _any_value(leaf: Any) -> Any:
