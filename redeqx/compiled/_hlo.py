@@ -5,16 +5,12 @@ instruction. Other modules interpret them.
 """
 
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
-
-import optax
 
 from ..tracing import Entered, fold, is_rare, line_among, shortened
 
@@ -26,7 +22,6 @@ _CALLED = re.compile(
     r"(?:\{([^}]*)\}|%?([\w.\-]+))"
 )
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_OPTAX = f"{Path(optax.__file__).parent}{os.sep}"
 # Parts of operation names that name JAX's transformations, not the operation.
 _TRANSFORMATIONS = {
     *("jit", "pjit", "jvp", "transpose", "vmap", "while", "body", "cond", "closed_call", "eval_jaxpr", "custom_vjp_call"),
@@ -261,11 +256,6 @@ def integers(text: str) -> tuple[int, ...]:
 # --- the origin of an operation ------------------------------------------------------------------------------------------
 
 
-def frames_of(source: Sequence[str]) -> list[tuple[str, int]]:
-    """Splits each line of an operation's source, `file.py:12`, into file and line."""
-    return [(name, int(line)) for name, _, line in (text.rpartition(":") for text in source)]
-
-
 def own_line(source: Sequence[str]) -> str:
     """Returns the innermost line of the script or of a model, shortened, or else the innermost line of all.
 
@@ -273,8 +263,7 @@ def own_line(source: Sequence[str]) -> str:
 
     - `source`: the lines of an operation, `file.py:12` each, innermost first.
     """
-    line = line_among(frame for frame in frames_of(source) if not frame[0].startswith(_OPTAX))
-    return shortened(line or next(iter(source), ""))
+    return shortened(line_among(source, "optax") or next(iter(source), ""))
 
 
 def split_name(op_name: str) -> list[str]:

@@ -24,7 +24,7 @@ from jaxtyping import PyTree
 from ..errors import warn
 from ..machine import n_batch_shards
 from ..tracing import GROUPED, Entered, entered, fold, line_among, line_of, n_iterations, product_flops, shortened
-from ._hlo import Instruction, Module, frames_of, integers
+from ._hlo import Instruction, Module, integers
 
 MAX_RATIO = 1.5  # of a device's work to its share of the step; larger ratios are reported
 _N_LINES = 5
@@ -120,7 +120,7 @@ def flops_by_line(module: Module) -> _Count:
 
     def count(line: Instruction) -> dict[str, int] | None:
         flops = flops_of(line)
-        return {line_among(frames_of(line.source)): flops} if flops else None
+        return {line_among(line.source): flops} if flops else None
 
     return _Count(*(module.total(count, once=once) for once in (False, True)))
 

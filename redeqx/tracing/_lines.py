@@ -22,19 +22,20 @@ def line_of(eqn: Any, *skipped: str) -> str:
 
     - `skipped`: packages whose frames are skipped too.
     """
-    traceback, folders = eqn.source_info.traceback, tuple(filter(None, map(_folder, skipped)))
-    frames = () if traceback is None else ((frame.file_name, frame.line_num) for frame in traceback.frames)
-    return line_among(frame for frame in frames if not frame[0].startswith(folders))
+    traceback = eqn.source_info.traceback
+    frames = () if traceback is None else traceback.frames
+    return line_among((f"{frame.file_name}:{frame.line_num}" for frame in frames), *skipped)
 
 
-def line_among(frames: Iterable[tuple[str, int]]) -> str:
-    """Returns the innermost frame outside libraries."""
-    return next((f"{name}:{line}" for name, line in frames if _is_code(name)), "")
+def line_among(lines: Iterable[str], *skipped: str) -> str:
+    """Returns the first of these lines, `file.py:12`, outside libraries and these packages; an empty string if none is."""
+    folders = _folders(*skipped)
+    return next((line for line in lines if not line.startswith(folders) and _is_code(line.rpartition(":")[0])), "")
 
 
 def made_in(closed: Any, *packages: str) -> bool:
     """Whether the function of a closed jaxpr is defined in one of these packages, which need not be installed."""
-    return (closed.jaxpr.debug_info.func_filename or "").startswith(tuple(filter(None, map(_folder, packages))))
+    return (closed.jaxpr.debug_info.func_filename or "").startswith(_folders(*packages))
 
 
 def is_wrapped_outside(eqn: Any, closed: Any, *packages: str) -> bool:
@@ -45,15 +46,16 @@ def is_wrapped_outside(eqn: Any, closed: Any, *packages: str) -> bool:
     wrapper, traceback = os.path.join("equinox", "_ad.py"), eqn.source_info.traceback
     if traceback is None or not (closed.jaxpr.debug_info.func_filename or "").endswith(wrapper):
         return False
-    files = (frame.file_name for frame in traceback.frames)
-    caller = next((file for file in files if not file.startswith((_folder("jax"), "<")) and not file.endswith(wrapper)), "")
-    return not caller.startswith(tuple(filter(None, map(_folder, packages))))
+    files = (frame.file_name for frame in traceback.frames if not frame.file_name.endswith(wrapper))
+    caller = next((file for file in files if not file.startswith((*_folders("jax"), "<"))), "")
+    return not caller.startswith(_folders(*packages))
 
 
 @cache
-def _folder(package: str) -> str:
-    spec = find_spec(package)
-    return f"{Path(spec.origin).parent}{os.sep}" if spec and spec.origin else ""
+def _folders(*packages: str) -> tuple[str, ...]:
+    """Returns the folders of packages, without those that are not installed."""
+    specs = map(find_spec, packages)
+    return tuple(f"{Path(spec.origin).parent}{os.sep}" for spec in specs if spec and spec.origin)
 
 
 def shortened(line: str) -> str:
@@ -80,4 +82,4 @@ def _cell_of(file: str) -> str | None:
 
 @cache
 def _is_code(name: str) -> bool:
-    return not name.startswith((*map(_folder, _LIBRARIES), "<")) and not is_ours(name) and Path(name).name != "contextlib.py"
+    return not name.startswith((*_folders(*_LIBRARIES), "<")) and not is_ours(name) and Path(name).name != "contextlib.py"
