@@ -111,8 +111,8 @@ def is_array_like(leaf: Any) -> bool:
 
 
 def is_key(leaf: Any) -> bool:
-    """Returns whether a leaf is an array of typed PRNG keys."""
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    """Returns whether a leaf, or an abstract value, is an array of typed PRNG keys."""
+    return jnp.issubdtype(getattr(leaf, "dtype", float), jax.dtypes.prng_key)
 
 
 def bare_shape(x: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:

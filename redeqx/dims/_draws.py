@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from ._atoms import Dim, Step, Value, flat, steps_of
+from .._tree import is_key
+from ._atoms import Dim, Step, flat, steps_of
 from ._growth import Growth
 from ._names import Names
 
@@ -79,7 +79,7 @@ class Draws:
         self._numbers = names.needed(judged, with_own_indices=False)
         for step in steps_of(names.root):
             self.is_random |= step.name in ("random_bits", "random_unwrap", *_AT_ONCE)
-            self.is_random |= not step.is_known and any(map(_is_key, step.ins))
+            self.is_random |= not step.is_known and any(is_key(value.aval) for value in step.ins)
             if needed.isdisjoint(map(id, step.outs)):
                 continue
             made = self._by_number(names.places.get(id(step.eqn), -1), step)
@@ -125,10 +125,6 @@ class Draws:
         if len(self._growth.rows) > 1 and not step.own_columns:
             return "a reshape divides the rows"
         return ""
-
-
-def _is_key(value: Value) -> bool:
-    return jnp.issubdtype(getattr(value.aval, "dtype", float), jax.dtypes.prng_key)
 
 
 def _place(dims: Sequence[Dim], of: Dim) -> tuple[int, int]:

@@ -8,9 +8,7 @@ scatter or a lookup of rows by index, there is none, and every device computes w
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-
+from .._tree import is_key
 from ..tracing import flow, insides, once
 from ._atoms import Atom
 from ._equation import Related
@@ -62,7 +60,7 @@ def spread(closed: Any, n_weights: int) -> Mapping[Any, Sequence[Spread]]:
         found[eqn] = ins
 
     def of_input(i: int, aval: Any) -> Spread:
-        if i < n_weights or jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        if i < n_weights or is_key(aval):
             return Spread()
         return Spread(True, _largest([(0, aval.shape[0])] if aval.shape else []))
 

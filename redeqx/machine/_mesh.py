@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
+from .._tree import is_key
 from ..errors import check_count
 
 DATA = "data"
@@ -123,7 +124,7 @@ def put(value: Any, sharding: NamedSharding) -> jax.Array:
     is_split = isinstance(value, jax.Array) and not value.is_fully_addressable and not value.is_fully_replicated
     if sharding.is_fully_addressable or is_split:  # no process has all of a split value
         return jax.device_put(value, sharding)
-    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if isinstance(value, jax.Array) and is_key(value):
         return jax.random.wrap_key_data(put(jax.random.key_data(value), sharding), impl=jax.random.key_impl(value))
     # Not `device_put`, which first compares the values of all processes, with a collective.
     host = np.asarray(value)

@@ -23,9 +23,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
+from .._tree import is_key
 from ..dims import ORDERED, REDUCTIONS, SCATTERS, VIEWS, Related, is_elementwise
 from ..kernels import formula
 from ..tracing import GROUPED, Trace, called, insides, once, shapes_in
@@ -45,7 +43,7 @@ def follow(trace: Trace, n_shards: int, **kwargs: Any) -> Pass:
     run = Pass(dict(zip(trace.names, trace.leaves, strict=True)), n_shards, _follow, _related(trace.closed), **kwargs)
     ins = [Flow(views=(View(name, tuple(range(len(leaf.shape)))),), grad=True) for name, leaf in run.leaves.items()]
     rest = trace.closed.jaxpr.invars[len(ins) :]
-    ins += [Flow(data=not jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key)) for var in rest]
+    ins += [Flow(data=not is_key(var.aval)) for var in rest]
     run.evaluate(trace.closed, ins)
     return run
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, PyTree, UInt32
 
-from .._tree import as_bare_shapes
+from .._tree import as_bare_shapes, is_key
 from ..dims import Factors, RowUse, equations_of, place_of_rows
 from ..errors import warn
 from ..tracing import Rule, Site, as_fun, interpret, normal, plain, restricted, without_remats
@@ -270,7 +270,7 @@ def _drawn(key: Array, index: tuple[Array, Array], aval: Any) -> Array:
     if key.ndim:
         return jax.vmap(lambda key: _drawn(key, index, aval))(key)
     high, low = threefry2x32_p.bind(*jax.random.key_data(key), *index)
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    if is_key(aval):
         return jax.random.wrap_key_data(jnp.stack([high, low], -1), impl=jax.random.key_impl(key))
     if aval.dtype.itemsize == 8:
         return (high.astype(aval.dtype) << 32) | low.astype(aval.dtype)
