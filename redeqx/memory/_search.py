@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.extend import core as jex
 
@@ -313,7 +313,7 @@ def _levels_of(
     content_of = cache(lambda strategy: _content(trace(strategy)))
     is_gpu = platform in ("cuda", "gpu")
     own_content = content_of(replace(own, remat=AUTO if own.remat == "auto" else own.remat))
-    programs: dict[str, _Content] = {}
+    programs: dict[str, Any] = {}
     for remat in REMATS[:-1] if platform == "cpu" else REMATS:  # a CPU is its own host
         content = content_of(replace(own, remat=remat))
         if content not in programs.values():
@@ -324,21 +324,15 @@ def _levels_of(
         same, programs = [own.remat], {own.remat: own_content}
     splits = is_gpu and own.n_model_shards > 1 and own.split_residual is None and "matmuls" in programs
     splits = splits and content_of(replace(own, remat="matmuls", split_residual=True)) != programs["matmuls"]
-    levels = {remat: content.flops for remat, content in programs.items()}
+    levels = {remat: flops for remat, (flops, _) in programs.items()}
     return replace(own, remat=next(iter(same), own.remat)), levels, unrolls, splits
 
 
-class _Content(NamedTuple):
-    """What two programs are compared by: their matmuls' FLOPs by dtype, and how often they have each primitive."""
-
-    flops: Mapping[str, int]
-    primitives: Counter[str]
-
-
-def _content(jaxpr: Any) -> _Content:
+def _content(jaxpr: Any) -> tuple[Mapping[str, int], Counter[str]]:
+    """Returns what two programs are compared by: their matmuls' FLOPs by dtype, and how often they have each primitive."""
     found, todo = Counter[str](), [jaxpr]
     while todo:
         eqns = todo.pop().eqns
         found.update(eqn.primitive.name for eqn in eqns)
         todo += [getattr(inner, "jaxpr", inner) for eqn in eqns for inner in jex.jaxprs_in_params(eqn.params)]
-    return _Content(matmul_flops(jaxpr), found)
+    return matmul_flops(jaxpr), found
