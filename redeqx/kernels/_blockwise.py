@@ -13,7 +13,7 @@ from einops import rearrange
 
 from .._rounding import at_least_float32
 from ._setting import MASK_VALUE, AttentionSetting, make_mask
-from ._shared import pad
+from ._shared import blocks_of, joined
 
 BLOCK_SIZE = 256  # the largest number of queries in a block
 
@@ -185,17 +185,9 @@ def _scan_blocks(
     size = -(-n_queries // n_blocks)
     blocks: Operands = {"rows": _positions(offset, n_blocks * size).reshape(n_blocks, size)}
     for name in (name for name in operands if name not in shared):  # in their order: all processes need the same program
-        dim = _QUERY_DIM[name]
-        x = pad(operands[name], dim, n_blocks * size)
-        blocks[name] = jnp.moveaxis(x.reshape(*x.shape[:dim], n_blocks, size, *x.shape[dim + 1 :]), dim, 0)
+        blocks[name] = blocks_of(operands[name], size, _QUERY_DIM[name])
     sums, outs = jax.lax.scan(lambda sums, block: fn(sums, {**shared, **block}), sums, blocks)
-    joined = {}
-    for name, x in outs.items():
-        dim = _QUERY_DIM[name]
-        x = jnp.moveaxis(x, 0, dim)
-        x = x.reshape(*x.shape[:dim], n_blocks * size, *x.shape[dim + 2 :])
-        joined[name] = jax.lax.slice_in_dim(x, 0, n_queries, axis=dim)
-    return sums, joined
+    return sums, {name: joined(x, n_queries, _QUERY_DIM[name]) for name, x in outs.items()}
 
 
 def _positions(offset: int, n: int) -> Any:

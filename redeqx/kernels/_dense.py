@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from .._rounding import at_least_float32
 from ._offset import merge
 from ._setting import MASK_VALUE, AttentionSetting, gradient_of_mean, lacks_keys, make_mask
-from ._shared import pad
+from ._shared import blocks_of, joined
 
 Operands = dict[str, Any]
 # The bytes of a mask that is made at once, and of one of a block; a backward pass may return as many again. With the whole
@@ -79,7 +79,7 @@ class InBlocks:
         if not is_in_blocks(setting, q, k):
             return self.attend(setting, q, k, v, extras)
         blocks, dtype = _Blocks(setting, q, k, extras), at_least_float32(q.dtype)
-        queries, keys = blocks.stacked(q), [blocks.stacked(x) for x in (k, v)]
+        queries, *keys = (blocks_of(x, blocks.size) for x in (q, k, v))
 
         def add(done: Any, mask: Any, q: Any, k: Any, v: Any) -> Any:
             out, log_sum = self.attend(blocks.setting, q, k, v, {"mask": mask})
@@ -97,7 +97,7 @@ class InBlocks:
             jnp.full((n, rows, heads, size), MASK_VALUE, dtype),
         )
         out, log_sum = jax.lax.scan(step, (out, log_sum), blocks.pairs)[0]
-        out, log_sum = _joined(out, q.shape[1]), _joined(log_sum, q.shape[1], 2)
+        out, log_sum = joined(out, q.shape[1]), joined(log_sum, q.shape[1], 2)
         mean = jnp.repeat(jnp.mean(v.astype(dtype), 1, keepdims=True), heads // v.shape[2], 2)
         return jnp.where(lacks_keys(log_sum), mean, out).astype(q.dtype), log_sum
 
@@ -110,8 +110,8 @@ class InBlocks:
         blocks, dtype = _Blocks(setting, q, k, extras), at_least_float32(q.dtype)
         d_mean = gradient_of_mean(lacks_keys(log_sum), g, k.shape[2]) / k.shape[1]
         log_sum = jnp.where(log_sum <= MASK_VALUE / 2, 0, log_sum)  # of a query without keys: all its weights are then 0
-        keys = [blocks.stacked(x) for x in (k, v)]
-        of_queries = [blocks.stacked(x, dim) for x, dim in ((q, 1), (out, 1), (log_sum, 2), (g, 1))]
+        keys = [blocks_of(x, blocks.size) for x in (k, v)]
+        of_queries = [blocks_of(x, blocks.size, dim) for x, dim in ((q, 1), (out, 1), (log_sum, 2), (g, 1))]
 
         def add(done: Any, mask: Any, k: Any, v: Any, q: Any, *results: Any) -> Any:
             grads = self.differentiate(blocks.setting, q, k, v, {"mask": mask}, *results)
@@ -125,7 +125,7 @@ class InBlocks:
 
         zeros = [jnp.zeros(x.shape, dtype) for x in (of_queries[0], *keys)]
         grads, _ = jax.lax.scan(step, zeros, blocks.pairs)
-        dq, dk, dv = (_joined(x, like.shape[1]) for x, like in zip(grads, (q, k, v), strict=True))
+        dq, dk, dv = (joined(x, like.shape[1]) for x, like in zip(grads, (q, k, v), strict=True))
         return [x.astype(like.dtype) for x, like in zip((dq, dk, dv + d_mean), (q, k, v), strict=True)]
 
 
@@ -149,16 +149,10 @@ class _Blocks:
             if not is_after:
                 pairs.append((i, j))
         # The segments of the blocks of queries, and of keys, `[n, B or 1, size]`.
-        self.segments = [self.stacked(_whole(setting, extras[name])) for name in ("query_segments", "key_segments")]
+        self.segments = [blocks_of(_whole(setting, extras[name]), size) for name in ("query_segments", "key_segments")]
         i, j = np.array(pairs, np.int32).reshape(-1, 2).T
         meet = may_meet(*(tuple(each[at] for each in span(x)) for x, at in zip(self.segments, (i, j), strict=True)))
         self.pairs = i, j, meet  # a block of queries, a block of keys, and whether they may have a common segment
-
-    def stacked(self, x: Any, dim: int = 1) -> Any:
-        """Returns the blocks of an array along a dim as one array; the last one is padded."""
-        x = pad(x, dim, self.size)
-        x = x.reshape(*x.shape[:dim], -1, self.size, *x.shape[dim + 1 :])
-        return jnp.moveaxis(x, dim, 0)
 
     def if_seen(self, pair: tuple[Any, Any, Any], fn: Callable[..., Any], done: Any, *operands: Any) -> Any:
         """Returns `fn(done, mask, *operands)`, or `done` if the blocks of a pair have no common segment."""
@@ -188,10 +182,3 @@ def _take(blocks: Any, i: Any) -> Any:
 
 def _put(blocks: Any, i: Any, block: Any) -> Any:
     return jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, i, 0), blocks, block)
-
-
-def _joined(blocks: Any, n: int, dim: int = 1) -> Any:
-    """Returns the first `n` entries of an array, given its blocks along a dim."""
-    x = jnp.moveaxis(blocks, 0, dim)
-    x = x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
-    return jax.lax.slice_in_dim(x, 0, n, axis=dim)

@@ -27,6 +27,19 @@ def pad(x: Any, dim: int, multiple: int, value: Any = 0) -> Any:
     return jnp.pad(x, [(0, missing if i == dim % x.ndim else 0) for i in range(x.ndim)], constant_values=value)
 
 
+def blocks_of(x: Any, size: int, dim: int = 1) -> Any:
+    """Returns the blocks of `size` entries of a dim, along a new first dim; the last one is padded."""
+    x = pad(x, dim, size)
+    return jnp.moveaxis(x.reshape(*x.shape[:dim], x.shape[dim] // size, size, *x.shape[dim + 1 :]), dim, 0)
+
+
+def joined(blocks: Any, n: int, dim: int = 1) -> Any:
+    """Returns the first `n` entries of a dim, given its blocks."""
+    x = jnp.moveaxis(blocks, 0, dim)
+    x = x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
+    return jax.lax.slice_in_dim(x, 0, n, axis=dim)
+
+
 def default_precision() -> Any:
     """Returns the precision that `jax.default_matmul_precision` currently sets, as the settings take it."""
     config: Any = jax.config  # which declares no attribute for its options
