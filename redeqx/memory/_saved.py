@@ -327,16 +327,9 @@ def _inside(eqn: Any) -> list[Any]:
     return [each for inner in insides(eqn) for each in inner.closed.jaxpr.eqns]
 
 
-@dataclass(frozen=True, eq=False)
-class _Only:
-    """A jaxpr of one equation, to count its FLOPs."""
-
-    eqns: Sequence[Any]
-
-
 def _flops(eqn: Any) -> tuple[float, str]:
     """Returns the FLOPs of an equation's products and of those inside it, and the dtype of most of them."""
-    found = matmul_flops(_Only([eqn]), with_masked=False)
+    found = matmul_flops(eqn, with_masked=False)
     ((dtype, _),) = found.most_common(1) or [("float32", 0)]
     return found.total(), dtype
 

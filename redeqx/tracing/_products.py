@@ -24,13 +24,13 @@ def kind_of_product(eqn: Any) -> str:
 
 
 def matmul_flops(
-    jaxpr: Any,
+    program: Any,
     *,
     with_recomputation: bool = True,
     with_masked: bool = True,
     key: Callable[[Any], str] = _dtype,
 ) -> Counter[str]:
-    """Counts the FLOPs of a jaxpr's products, by the dtype of their inputs.
+    """Counts the FLOPs of the products in a jaxpr, or in one equation, by the dtype of their inputs.
 
     A loop of unknown length counts as one iteration, and a `cond` as its costliest branch.
 
@@ -50,7 +50,7 @@ def matmul_flops(
             flops = flops * _n_pairs(eqn.params["setting"], n_queries, n_keys) // (n_queries * n_keys)
         return None if flops is None else {key(eqn): flops}
 
-    return fold(jaxpr, count)
+    return fold(program, count, steps=lambda program: getattr(program, "eqns", (program,)))
 
 
 def product_flops(eqn: Any, *, with_recomputation: bool = True) -> int | None:

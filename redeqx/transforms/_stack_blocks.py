@@ -27,12 +27,10 @@ from ..tracing import (
     alike,
     as_array,
     evaluate,
-    insides,
     line_of,
     matmul_flops,
     n_bytes,
     normal,
-    product_flops,
     run,
     same_array,
     shapes_in,
@@ -106,11 +104,7 @@ class Blocks:
 
     def line(self, closed: Any) -> str:
         eqns = closed.jaxpr.eqns[self.start : self.start + self.period]
-        return line_of(next(eqn for eqn in eqns if _has_product(eqn)))
-
-
-def _has_product(eqn: Any) -> bool:
-    return product_flops(eqn) is not None or any(matmul_flops(inner.closed.jaxpr) for inner in insides(eqn))
+        return line_of(next(eqn for eqn in eqns if matmul_flops(eqn)))
 
 
 # --- search ----------------------------------------------------------------------------------------------------------
@@ -136,7 +130,7 @@ class _Search:
                 self.kind_of.update(dict.fromkeys(eqn.outvars, self.kind_of[operands[0]]))
         ids: dict[Any, int] = {}
         self.forms = np.array([ids.setdefault(self._form(eqn), len(ids)) for eqn in self.eqns], np.int64)
-        self.products = [i for i, eqn in enumerate(self.eqns) if _has_product(eqn)]
+        self.products = [i for i, eqn in enumerate(self.eqns) if matmul_flops(eqn)]
         self.consts = Env(zip(jaxpr.constvars, closed.consts, strict=True))
         self.alike = cache(alike)
 
