@@ -6,6 +6,7 @@ XLA's propagation does. It is an estimate: XLA also propagates backward, and may
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import jax.numpy as jnp
@@ -118,15 +119,8 @@ class Shards:
 
 def _joined(values: Sequence[Axes]) -> Axes:
     """Joins the axes of a value where paths meet, such as zeros before a loop and what the loop adds to them."""
-    most: list[tuple[str, ...]] = []
-    for axes in values:
-        for i, own in enumerate(axes):
-            if i == len(most):
-                most.append(own)
-            elif len(own) > len(most[i]):
-                most[i] = own
     used, found = set[str](), []
-    for own in most:
+    for own in (max(of_dim, key=len) for of_dim in zip_longest(*values, fillvalue=())):
         found.append(tuple(axis for axis in own if axis not in used))
         used |= set(own)
     return tuple(found)
