@@ -20,14 +20,17 @@ from ._mixer_rows import (
     DELTA as DELTA,
     OLDER as OLDER,
     MixerLayers as MixerLayers,
+    ScanWidth as ScanWidth,
     StateHeads as StateHeads,
     StepLimits as StepLimits,
+    StepRank as StepRank,
     mamba_rows as mamba_rows,
 )
 from ._mixers import (
     make_conv as make_conv,
     make_delta as make_delta,
     make_mamba as make_mamba,
+    make_mamba1 as make_mamba1,
 )
 from ._model import FAMILIES as FAMILIES, Decoder as Decoder
 from ._names import (
@@ -40,6 +43,7 @@ from ._names import (
     Taps as Taps,
     Wide as Wide,
     expert_names as expert_names,
+    mamba1_names as mamba1_names,
     mamba_names as mamba_names,
 )
 from ._rope import KINDS as KINDS, Rope as Rope

@@ -68,7 +68,7 @@ def _check_layers(config: Any) -> None:
             f"`parts`: expected one of {', '.join(known)} for each of `n_layers`={config.n_layers}, got {config.parts}. "
             "Each layer has one."
         )
-    for name in ("windowed_layers", "unrotated_layers", "mixer_layers"):
+    for name in ("windowed_layers", "unrotated_layers", "mixer_layers", "expert_layers"):
         value = getattr(config, name)
         if value is not None and not set(value) <= set(range(config.n_layers)):
             raise ValueError(
@@ -78,7 +78,8 @@ def _check_layers(config: Any) -> None:
 
 def _check_mixers(config: Any) -> None:
     check_sizes(config, "state_groups", "state_heads", "state_size", "state_value_size", "conv_kernel")
-    check_choice(config, "mixer", ("delta", "mamba", "conv"))
+    check_sizes(config, *(["step_rank"] if config.step_rank is not None else []))
+    check_choice(config, "mixer", ("delta", "mamba", "mamba1", "conv"))
     if config.state_heads % config.state_groups:
         raise ValueError(
             f"`state_heads`: expected a multiple of `state_groups`={config.state_groups}, got {config.state_heads}. Each "

@@ -1,6 +1,7 @@
 """`DecoderConfig`: the values of a decoder. They say all that differs between families."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -54,14 +55,15 @@ class DecoderConfig(FolderConfig):
     - `mixer_layers`: the indices of the layers with a mixer in place of attention; None for those of the family.
     - `parts`: in models whose layers have only one part, that of each layer: `"attention"`, `"mixer"`, `"mlp"` or
         `"experts"`; None if each has one of the first two.
-    - `mixer`: its kind: `"delta"`, a gated delta rule (`GatedDelta`), `"mamba"`, a state space (`Mamba2`), or `"conv"`, a
-        short convolution (`ShortConv`).
+    - `mixer`: its kind: `"delta"`, a gated delta rule (`GatedDelta`), `"mamba"` or `"mamba1"`, a state space (`Mamba2`,
+        `Mamba1`), or `"conv"`, a short convolution (`ShortConv`).
     - `has_both`: whether layers with a mixer also have attention. Both read the same, and their outputs are added.
     - `conv_kernel`, `conv_bias`: the number of tokens that a convolution of a mixer reads; and of a state space, whether it
         has a bias.
     - `state_groups`, `state_heads`: of a mixer with states, the number of heads of queries and keys, and of heads of values.
     - `state_size`, `state_value_size`: the width of a head of queries and keys, and of values.
-    - `step_limits`: the least and the largest step of a state space.
+    - `step_limits`: the least and the largest step of a Mamba-2.
+    - `step_rank`: the width of the vector that steps of a Mamba-1 are computed from; None for a sixteenth of `d_model`.
     - `norms_states`, `norms_first`: whether what heads of a state space return is normalized; and before their gate.
     - `global_head_size`, `global_kv_heads`: the width of a head, and the number of key and value heads, in layers without a
         window; None for the same as in the others.
@@ -102,6 +104,7 @@ class DecoderConfig(FolderConfig):
     - `adds_experts`: whether experts are added to the MLP, with norms of their own, instead of taking its place.
     - `d_expert`: the inner width of an expert; None for `d_mlp`.
     - `n_dense`: the number of layers, the first ones, that have an MLP and no experts.
+    - `expert_layers`: the indices of the layers with experts; None for those of the family, which commonly are all.
     - `renormalize`: whether the weights of the chosen experts are divided by their sum.
     - `router_score`, `router_jitter`, `router_scale`, `has_correction`, `n_expert_groups`, `n_chosen_groups`: how a router
         chooses experts, and weighs them.
@@ -163,6 +166,7 @@ class DecoderConfig(FolderConfig):
     state_size: int = 128
     state_value_size: int = 128
     step_limits: tuple[float, float] = (0.0, math.inf)
+    step_rank: int | None = None
     norms_states: bool = True
     norms_first: bool = False
     global_head_size: int | None = None
@@ -201,6 +205,7 @@ class DecoderConfig(FolderConfig):
     adds_experts: bool = False
     d_expert: int | None = None
     n_dense: int = 0
+    expert_layers: tuple[int, ...] | None = None
     renormalize: bool = True
     router_score: str = "softmax"
     router_jitter: float = 0.01
@@ -250,6 +255,7 @@ class DecoderConfig(FolderConfig):
     router_eps: ClassVar[float] = 1e-20  # added to the sum of sigmoids that weights are divided by
     wide_routers: ClassVar[tuple[str, ...]] = ()  # of routers, what is float32 in models of 16 bits
     latent_eps: ClassVar[float] = 1e-6  # of the norms of latent vectors
+    scan_norm: ClassVar[str | None] = None  # of queries, keys and steps of a Mamba-1: "rms", or "plain" without leaves
     names: ClassVar[Names] = Names()
     rows = ROWS
 
@@ -341,6 +347,17 @@ class DecoderConfig(FolderConfig):
         return tuple(mixer if is_mixer else "attention" for is_mixer in self.mixers) if self.parts is None else self.parts
 
     @property
+    def dense(self) -> tuple[bool, ...]:
+        """Whether each layer has no experts."""
+        has = self.default_experts(self.n_layers) if self.expert_layers is None else self.expert_layers
+        return tuple(not self.n_experts or i < self.n_dense or i not in has for i in range(self.n_layers))
+
+    @property
+    def rank(self) -> int:
+        """The width of the vector that steps of a Mamba-1 are computed from."""
+        return -(-self.d_model // 16) if self.step_rank is None else self.step_rank
+
+    @property
     def n_attentions(self) -> int:
         """The number of layers with attention."""
         return sum(part in ("attention", "both") for part in self.layer_parts)
@@ -348,11 +365,12 @@ class DecoderConfig(FolderConfig):
     @property
     def has_experts(self) -> bool:
         """Whether a layer has experts."""
-        return self.n_experts > 0 and (self.parts is None or "experts" in self.parts)
+        return not all(self.dense) and (self.parts is None or "experts" in self.parts)
 
-    def kinds(self, first: int, n_layers: int) -> tuple[str, ...]:
-        """Returns the part of each of these layers, only for the first ones, which the others repeat."""
-        layers = self.layer_parts[first : first + n_layers]
+    def kinds(self, first: int, n_layers: int) -> tuple[tuple[str, bool], ...]:
+        """Returns the part of each of these layers, and whether it has no experts, only for the first ones, which the others
+        repeat."""
+        layers = tuple(zip(self.layer_parts, self.dense, strict=True))[first : first + n_layers]
         return layers[: period_of(layers)]
 
     @classmethod
@@ -383,6 +401,11 @@ class DecoderConfig(FolderConfig):
         """Returns the indices of the layers with a mixer if the config does not say which."""
         has_attention = every(cls.attention_period, n_layers)
         return () if cls.attention_period is None else tuple(i for i in range(n_layers) if i not in has_attention)
+
+    @classmethod
+    def default_experts(cls, n_layers: int) -> Sequence[int]:
+        """Returns the indices of the layers with experts, after the first `n_dense`, if the config does not say which."""
+        return range(n_layers)
 
     def without_dropout(self: Self) -> Self:
         """The same config without dropout."""

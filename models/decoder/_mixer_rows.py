@@ -113,6 +113,51 @@ class StateHeads(Row):
 
 
 @dataclass(frozen=True)
+class ScanWidth(Row):
+    """The width of a Mamba-1.
+
+    **Arguments:**
+
+    - `expand`: the key of its multiple of the model's width.
+    - `width`: the key of the width itself; None if there is none.
+    """
+
+    expand: str
+    width: str | None = None
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return {"state_value_size": self.width or self.expand}
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        width = reader.get(self.expand, 2) * known["d_model"]
+        return {"state_value_size": width if self.width is None else reader.get(self.width, width)}
+
+    def check(self, config: Any) -> None:
+        if self.width is None and config.state_value_size % config.d_model:
+            raise ValueError(
+                f"`state_value_size`: expected a multiple of `d_model`={config.d_model}, got {config.state_value_size}. No "
+                f"`{self.expand}` is between two numbers."
+            )
+
+    def write(self, config: Any) -> dict[str, Any]:
+        if self.width is None:
+            return {self.expand: config.state_value_size // config.d_model}
+        return {self.width: config.state_value_size}
+
+
+def StepRank(key: str) -> Field:
+    """Returns the row of the width of the vector that steps of a Mamba-1 are computed from."""
+
+    def read(reader: ConfigReader, key: str, default: int | None) -> int | None:
+        found = reader.get(key, None)
+        return default if found in (None, "auto") else SIZE.check(reader.path, key, found)
+
+    usual = lambda size, known: None if size == -(-known["d_model"] // 16) else size  # noqa: E731
+    return Field(key, "step_rank", via=read, load=usual, save=lambda config: config.rank)
+
+
+@dataclass(frozen=True)
 class StepLimits(Row):
     """The limits of the steps of a Mamba-2.
 

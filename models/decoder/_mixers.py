@@ -20,6 +20,7 @@ from ..nn import (
     GatedDelta,
     GroupRMSNorm,
     LatentAttention,
+    Mamba1,
     Mamba2,
     OffsetLayerNorm,
     OffsetRMSNorm,
@@ -162,6 +163,44 @@ def make_mamba(config: DecoderConfig, key: PRNGKeyArray) -> Mamba2:
     )
 
 
+def make_mamba1(config: DecoderConfig, key: PRNGKeyArray) -> Mamba1:
+    """Returns a layer with the state space of the first Mamba, whose rates of decay are 1, 2, 3, ... in each feature."""
+    keys, std, d = iter(jax.random.split(key, 8)), config.init_std, config.d_model
+    inner, size = config.state_value_size, config.state_size
+    make = lambda n_in, n_out: normal_linear(n_in, n_out, std=std, use_bias=False, key=next(keys))  # noqa: E731
+
+    def make_scan_norm(width: int) -> eqx.nn.RMSNorm | None:
+        if config.scan_norm is None:
+            return None
+        is_plain = config.scan_norm == "plain"
+        eps = config.latent_eps if is_plain else config.norm_eps
+        return eqx.nn.RMSNorm(width, eps=eps, use_weight=not is_plain, use_bias=False)
+
+    return Mamba1(
+        query=make(inner, size),
+        key=make(inner, size),
+        value=make(d, inner),
+        gate=make(d, inner),
+        decay=make(config.rank, inner),
+        query_taps=None,
+        key_taps=None,
+        value_taps=std * jax.random.normal(next(keys), (inner, config.conv_kernel)),
+        decay_bias=jnp.ones(inner),
+        log_rate=jnp.log(jnp.broadcast_to(jnp.arange(1.0, size + 1), (inner, size))),
+        norm=None,
+        output=_output(config, next(keys)),
+        n_groups=1,
+        n_heads=1,
+        activation=config.mixer_activation or config.activation,
+        low=make(inner, config.rank),
+        query_norm=make_scan_norm(size),
+        key_norm=make_scan_norm(size),
+        low_norm=make_scan_norm(config.rank),
+        value_bias=jnp.zeros(inner) if config.conv_bias else None,
+        skip=jnp.ones(inner),
+    )
+
+
 def _recurrence(config: DecoderConfig, keys: Iterator[PRNGKeyArray], projections: str) -> dict[str, Any]:
     """Returns the fields that mixers with states share, with these projections."""
     d, std, heads, groups = config.d_model, config.init_std, config.state_heads, config.state_groups
@@ -193,7 +232,7 @@ def make_conv(config: DecoderConfig, key: PRNGKeyArray) -> ShortConv:
 
 def make_mixer(config: DecoderConfig, key: PRNGKeyArray) -> Recurrence | ShortConv:
     """Returns a layer of the kind that the config has in place of some attentions."""
-    return {"delta": make_delta, "mamba": make_mamba, "conv": make_conv}[config.mixer](config, key)
+    return {"delta": make_delta, "mamba": make_mamba, "mamba1": make_mamba1, "conv": make_conv}[config.mixer](config, key)
 
 
 def empty_states(config: DecoderConfig, dtype: Any) -> States:
@@ -202,5 +241,5 @@ def empty_states(config: DecoderConfig, dtype: Any) -> States:
     if config.mixer == "conv":
         return States.empty(((n, kept, config.d_model),), None, dtype)
     heads, size, value_size = config.state_heads, config.state_size, config.state_value_size
-    widths = (config.state_groups * size, config.state_groups * size, heads * value_size)
+    widths = (*[config.state_groups * size] * (0 if config.mixer == "mamba1" else 2), heads * value_size)
     return States.empty(tuple((n, kept, width) for width in widths), (n, heads, size, value_size), dtype)

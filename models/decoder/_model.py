@@ -108,7 +108,7 @@ class Decoder(Pretrained):
         if config.by_kind:
             self.first, self.stack = self._stacks_of_kinds(config, stack_key, first_key)
         else:
-            self.first = self._stack(config, 0, n_dense, first_key, is_dense=True) if n_dense else None
+            self.first = self._stack(config, 0, n_dense, first_key) if n_dense else None
             self.stack = self._stack(config, n_dense, config.n_layers - n_dense, stack_key)
         self.norm = make_norm(config, d) if config.has_final_norm and config.norm_places != "sum" else None
         self.project_out = project(d, width, key=jax.random.fold_in(key, 3)) if width != d else None
@@ -118,13 +118,12 @@ class Decoder(Pretrained):
         self.config = config
 
     @classmethod
-    def _stack(cls, config: DecoderConfig, first: int, n_layers: int, key: PRNGKeyArray, **options: bool) -> Stack[Any]:
+    def _stack(cls, config: DecoderConfig, first: int, n_layers: int, key: PRNGKeyArray) -> Stack[Any]:
         """Returns the stack of some layers. Layers of several kinds are a stack of the smallest group that repeats."""
         kinds = config.kinds(first, n_layers)
 
-        def make(part: str, key: PRNGKeyArray) -> Block:
-            own: dict[str, Any] = options if part == "attention" else {**options, "part": part}
-            return Block(config, **own, key=key)
+        def make(kind: tuple[str, bool], key: PRNGKeyArray) -> Block:
+            return Block(config, part=kind[0], is_dense=kind[1], key=key)
 
         def make_group(key: PRNGKeyArray) -> Blocks:
             keys = jax.random.split(key, len(kinds))

@@ -161,6 +161,22 @@ DELTA_NAMES: Mapping[str, Held] = MappingProxyType(
 )
 
 
+def mamba1_names(module: str = "mamba") -> dict[str, Held]:
+    """Returns the names of a Mamba-1, which is this module of a block."""
+    return {
+        f"{module}.in_proj": ("mixer.value", "mixer.gate"),
+        f"{module}.conv1d.weight": Taps(("mixer.value_taps",)),
+        f"{module}.conv1d.bias": "mixer.value_bias",
+        f"{module}.x_proj": ("mixer.low", "mixer.key", "mixer.query"),
+        f"{module}.dt_proj.weight": "mixer.decay.weight",
+        f"{module}.dt_proj.bias": "mixer.decay_bias",
+        **{f"{module}.{b}_layernorm": f"mixer.{a}_norm" for a, b in (("low", "dt"), ("key", "b"), ("query", "c"))},
+        f"{module}.A_log": "mixer.log_rate",
+        f"{module}.D": "mixer.skip",
+        f"{module}.out_proj": "mixer.output",
+    }
+
+
 def mamba_names(module: str = "mamba") -> dict[str, Held]:
     """Returns the names of a Mamba-2, which is this module of a block."""
     return {

@@ -52,7 +52,7 @@ from ._layers import (
     times as times,
 )
 from ._losses import cross_entropy as cross_entropy
-from ._mamba import Mamba2 as Mamba2
+from ._mamba import Mamba1 as Mamba1, Mamba2 as Mamba2
 from ._recurrence import Recurrence as Recurrence
 from ._rope import (
     AlphaScaling as AlphaScaling,

@@ -23,15 +23,14 @@ class GatedDelta(Recurrence):
     def _tokens(
         self,
         x: Float[Array, "seq d"],
-        convolved: tuple[Array, Array, Array],
-        steps: Float[Array, "seq groups each"],
+        convolved: tuple[Array, ...],
         mask: Bool[Array, " seq"] | None,
     ) -> tuple[Tokens, None]:
         del mask  # without biases, values of padding are zero
         queries, keys, values = convolved
         strength = self.by_group(jax.nn.sigmoid(linear(self.strength, x)).astype(values.dtype))
         queries = _unit(queries) * queries.shape[-1] ** -0.5
-        return Tokens(queries, _unit(keys), values, self.rates() * steps, strength), None
+        return Tokens(queries, _unit(keys), values, self.rates() * self.steps(x), strength), None
 
     def _gated(
         self, mixed: Float[Array, "seq heads value"], gate: Float[Array, "seq heads value"]

@@ -29,6 +29,7 @@ from ._conv import convolve, last_rows, runs_of
 from ._layers import linear, times
 
 _HEADS = "groups each"
+_READ = ("query", "key", "value")
 _CHUNK = 64  # tokens that are computed with each other as in an attention; as in transformers
 
 
@@ -53,8 +54,9 @@ class Recurrence(eqx.Module):
     value: eqx.nn.Linear
     gate: eqx.nn.Linear  # its SiLU multiplies what heads return
     decay: eqx.nn.Linear
-    query_taps: Float[Array, "*layers d_key kernel"]  # of a causal convolution of each feature by itself
-    key_taps: Float[Array, "*layers d_key kernel"]
+    # Of a causal convolution of each feature by itself; None for what is computed from values after theirs.
+    query_taps: Float[Array, "*layers d_key kernel"] | None
+    key_taps: Float[Array, "*layers d_key kernel"] | None
     value_taps: Float[Array, "*layers d_value kernel"]
     decay_bias: Float[Array, "*layers heads"]
     log_rate: Float[Array, "*layers heads"]
@@ -84,26 +86,26 @@ class Recurrence(eqx.Module):
         """
         x = x if mask is None else jnp.where(mask[:, None], x, 0)
         runs = runs_of(segments)
-        read = (self.query, self.key, self.value)
-        rows = [times(linear(layer, x), factor) for layer, factor in zip(read, self.factors[:3], strict=True)]
-        steps = self._steps(x)
-        kept = self.query_taps.shape[-1] - 1  # earlier rows that a convolution reads
+        taps = {name: getattr(self, f"{name}_taps") for name in _READ}
+        factors = dict(zip(_READ, self.factors, strict=False))
+        rows = [times(linear(getattr(self, name), x), factors[name]) for name in _READ if taps[name] is not None]
+        kept = self.value_taps.shape[-1] - 1  # earlier rows that a convolution reads
         if cache is None:
             rows = [jnp.pad(row, ((kept, 0), (0, 0))) for row in rows]
-            tokens, added = self._tokens(x, self._convolved(rows, runs), steps, mask)
+            tokens, added = self._tokens(x, self._convolved(rows, runs), mask)
             sizes = (*tokens.values.shape[1:3], tokens.keys.shape[-1], tokens.values.shape[-1])
-            mixed, _ = _in_chunks(tokens, jnp.zeros(sizes, tokens.values.dtype), runs)
+            mixed, _ = self._in_chunks(tokens, jnp.zeros(sizes, tokens.values.dtype), runs)
         else:
             assert cache.states is not None
             before, memory = cache.states.read(cache.index)
             assert memory is not None
             rows = [jnp.concatenate([old.astype(row.dtype), row]) for old, row in zip(before, rows, strict=True)]
-            tokens, added = self._tokens(x, self._convolved(rows, runs), steps, mask)
+            tokens, added = self._tokens(x, self._convolved(rows, runs), mask)
             memory = rearrange(
                 memory.astype(tokens.values.dtype), f"({_HEADS}) size value -> {_HEADS} size value", groups=self.n_groups
             )
             keeps_all = cache.states.n_slots > 1
-            compute = _by_token if keeps_all or len(x) == 1 else _in_chunks
+            compute = self._by_token if keeps_all or len(x) == 1 else self._in_chunks
             mixed, memory = compute(tokens, memory, runs)
             last = tuple(last_rows(row, kept, keeps_all=keeps_all) for row in rows)
             memory = rearrange(memory, f"tokens {_HEADS} size value -> tokens ({_HEADS}) size value")
@@ -118,8 +120,7 @@ class Recurrence(eqx.Module):
     def _tokens(
         self,
         x: Float[Array, "seq d"],
-        convolved: tuple[Array, Array, Array],
-        steps: Float[Array, "seq groups each"],
+        convolved: tuple[Array, ...],
         mask: Bool[Array, " seq"] | None,
     ) -> tuple[Tokens, Float[Array, "seq groups each value"] | None]:
         """Returns what the recurrence reads of each token, and what is added to its results; None for nothing.
@@ -127,8 +128,7 @@ class Recurrence(eqx.Module):
         **Arguments:**
 
         - `x`: the input, in which padding is zero.
-        - `convolved`: queries, keys and values.
-        - `steps`: how long a token lets the matrices decay.
+        - `convolved`: queries, keys and values, if they have convolutions.
         - `mask`: False for padding; None for all.
         """
 
@@ -138,29 +138,29 @@ class Recurrence(eqx.Module):
     ) -> Float[Array, "seq heads value"]:
         """Returns what the heads return, normalized and multiplied with the SiLU of `gate`."""
 
-    def _conv_biases(self) -> tuple[Float[Array, " width"] | None, ...]:
-        """The biases of the convolutions of queries, keys and values."""
-        return (None, None, None)
-
-    def _convolved(
-        self, rows: list[Float[Array, "kept_and_seq _"]], runs: Int[Array, " seq"] | None
-    ) -> tuple[Float[Array, "seq groups size"], Float[Array, "seq groups size"], Float[Array, "seq groups each value"]]:
-        """Returns queries, keys and values after the convolutions, whose inputs are `rows`, with those of earlier tokens
-        before them."""
-        found, taps = [], (self.query_taps, self.key_taps, self.value_taps)
-        for row, tap, bias in zip(rows, taps, self._conv_biases(), strict=True):
-            sums = convolve(row, tap, runs)
+    def _convolved(self, rows: list[Float[Array, "kept_and_seq _"]], runs: Int[Array, " seq"] | None) -> tuple[Array, ...]:
+        """Returns queries, keys and values by head after the convolutions, whose inputs are `rows`, with those of earlier
+        tokens before them."""
+        found = []
+        for row, name in zip(rows, _READ[-len(rows) :], strict=True):
+            sums, bias = convolve(row, getattr(self, f"{name}_taps"), runs), getattr(self, f"{name}_bias", None)
             sums = sums if bias is None else sums + bias.astype(sums.dtype)
             sums = ACTIVATIONS[self.activation](sums).astype(row.dtype).astype(sums.dtype)
             found.append(rearrange(sums, "seq (groups n) -> seq groups n", groups=self.n_groups))
-        queries, keys, values = found
-        return (
-            queries,
-            keys,
-            rearrange(values, "seq groups (each n) -> seq groups each n", each=self.n_heads // self.n_groups),
-        )
+        *others, values = found
+        values = rearrange(values, "seq groups (each n) -> seq groups each n", each=self.n_heads // self.n_groups)
+        return *others, values
 
-    def _steps(self, x: Float[Array, "seq d"]) -> Float[Array, "seq groups each"]:
+    def _by_token(self, tokens: Tokens, memory: Array, runs: Int[Array, " seq"] | None) -> tuple[Array, Array]:
+        """Returns what each token reads, and the memory after it."""
+        return _by_token(tokens, memory, runs)
+
+    def _in_chunks(self, tokens: Tokens, memory: Array, runs: Int[Array, " seq"] | None) -> tuple[Array, Array]:
+        """Returns what all tokens read, and the memory after the last one."""
+        return _in_chunks(tokens, memory, runs)
+
+    def steps(self, x: Float[Array, "seq d"]) -> Float[Array, "seq groups each"]:
+        """How long a token lets the matrices decay."""
         steps = times(linear(self.decay, x), self.factors[4])
         return self.by_group(jax.nn.softplus(_wide(steps) + _wide(self.decay_bias)))
 
@@ -196,6 +196,18 @@ def _by_token(
     return jax.lax.scan(step, memory, tokens)[1]
 
 
+def in_chunks(arrays: Any, seq: int, **options: str) -> Any:
+    """Returns arrays of tokens `[seq, ...]` by chunks, `[chunks, places, ...]`. Padding has no strength and no decay, so it
+    changes nothing."""
+    places = min(_CHUNK, 1 << (seq - 1).bit_length())
+
+    def split(x: Array) -> Array:
+        padding = ((0, -seq % places), *[(0, 0)] * (x.ndim - 1))
+        return rearrange(jnp.pad(x, padding, **options), "(chunks places) ... -> chunks places ...", places=places)
+
+    return jax.tree.map(split, arrays)
+
+
 def _in_chunks(
     tokens: Tokens, memory: Float[Array, "groups each size value"], runs: Int[Array, " seq"] | None
 ) -> tuple[Float[Array, "seq groups each value"], Float[Array, "1 groups each size value"]]:
@@ -206,21 +218,15 @@ def _in_chunks(
     products of small matrices depend on the chunk before.
     """
     seq = len(tokens.queries)
-    places = min(_CHUNK, 1 << (seq - 1).bit_length())
-
-    def chunks(x: Array, **options: str) -> Array:
-        padding = ((0, -seq % places), *[(0, 0)] * (x.ndim - 1))
-        return rearrange(jnp.pad(x, padding, **options), "(chunks places) ... -> chunks places ...", places=places)
-
-    # Padding has no strength and no decay, so it changes nothing.
-    queries, keys, values, decay, strength = jax.tree.map(chunks, tokens)
+    queries, keys, values, decay, strength = in_chunks(tokens, seq)
+    places = queries.shape[1]
     total = rearrange(jnp.cumsum(decay, axis=1), "chunks places groups each -> chunks groups each places")
     sees, reads, keeps = jnp.tri(places, dtype=bool), None, None
     if runs is not None:
-        runs = chunks(runs, mode="edge")
-        before = jnp.concatenate([runs[:1, 0], runs[:-1, -1]])
-        sees = (sees & (runs[:, :, None] == runs[:, None]))[:, None, None]
-        reads, keeps = ((runs == other[:, None])[:, None, None] for other in (before, runs[:, -1]))
+        run_of: Array = in_chunks(runs, seq, mode="edge")
+        before = jnp.concatenate([run_of[:1, 0], run_of[:-1, -1]])
+        sees = (sees & (run_of[:, :, None] == run_of[:, None]))[:, None, None]
+        reads, keeps = ((run_of == other[:, None])[:, None, None] for other in (before, run_of[:, -1]))
     # The decay between two places. Infinite logarithms, as its gradient must be finite where the exponent is positive.
     between = jnp.exp(jnp.where(sees, total[..., None] - total[..., None, :], -jnp.inf))
     since, until = jnp.exp(total), jnp.exp(total[..., -1:] - total)  # the chunk's beginning and its end

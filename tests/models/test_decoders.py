@@ -34,8 +34,10 @@ from redeqx.models.gpt_neox import GPTNeoX
 from redeqx.models.gpt_oss import GptOss, GptOssConfig
 from redeqx.models.granite_hybrid import GraniteMoeHybrid
 from redeqx.models.hf import ConfigReader
+from redeqx.models.jamba import Jamba, JambaConfig
 from redeqx.models.lfm import Lfm2, Lfm2Config
 from redeqx.models.lfm_moe import Lfm2Moe
+from redeqx.models.mamba import FalconMamba, Mamba, MambaConfig
 from redeqx.models.mamba2 import Mamba2
 from redeqx.models.minimax import MiniMaxM2, MiniMaxM2Config
 from redeqx.models.mistral import Ministral3, Mistral, Mixtral, MixtralConfig
@@ -108,7 +110,16 @@ PUBLISHED = {
     "lfm2_moe": {"8b-a1b": 8_339_930_560},  # with the 704 numbers that correct the routers
     "mistral4": {"small": 118_972_826_624},
     "bamba": {"9b": 9_780_235_392},
-    "falcon_h1": {"0.5b": 521_411_104, "7b": 7_585_654_880},
+    "falcon_h1": {"0.5b": 521_411_104, "1.5b-deep": 1_554_874_768, "7b": 7_585_654_880, "34b": 33_642_516_224},
+    "falcon_mamba": {"7b": 7_272_665_088},
+    "jamba": {"v0.1": 51_570_323_328, "1.5-large": 398_555_145_696},
+    "mamba": {
+        "130m": 129_135_360,
+        "370m": 371_516_416,
+        "790m": 793_204_224,
+        "1.4b": 1_372_178_432,
+        "2.8b": 2_768_345_600,
+    },
     "gpt_bigcode": {"1b": 1_137_207_296, "3b": 3_043_311_104, "7b": 7_327_263_232, "15b": 15_517_456_384},
     "mamba2": {"codestral-7b": 7_285_403_648},
     "granitemoehybrid": {"350m": 352_379_904, "1b": 1_631_750_144, "micro": 3_402_836_480}
@@ -212,6 +223,11 @@ def test_presets_have_the_published_number_of_parameters(cls):
             {"router_jitter_noise": 0.1},
             r"`router_jitter_noise`: expected 0\.0, which this family implements, got 0\.1",
         ),
+        (Mamba, {"use_bias": True}, r"`use_bias`: expected False, .* got True"),
+        (Mamba, {"time_step_rank": 0}, r"`time_step_rank`: expected a whole number from 1"),
+        (FalconMamba, {"mixer_rms_eps": 1e-5}, r"`mixer_rms_eps`: expected 1e-06, .* got 1e-05"),
+        (Jamba, {"attn_layer_offset": 8}, r"`attn_layer_offset`: expected less than `attn_layer_period`=8, .* got 8"),
+        (Jamba, {"mamba_proj_bias": True}, r"`mamba_proj_bias`: expected False, .* got True"),
         (Lfm2, {"conv_bias": True}, r"`conv_bias`: expected False, .* got True"),
         (Lfm2, {"layer_types": ["conv"] * 31}, r"`layer_types`: expected conv or full_attention for each of 32 layers"),
         (Lfm2, {"block_ff_dim": 8, "intermediate_size": 9}, r"expected one value, got 9, and 8 as `block_ff_dim`"),
@@ -747,6 +763,23 @@ def test_older_files_name_the_parts_of_layers_by_letters():
         ValueError, match=r"`parts`: expected one of attention, mixer, mlp, experts for each of `n_layers`=3"
     ):
         NemotronHConfig(n_layers=3)
+
+
+def test_layers_at_equal_distances_have_experts_or_attention():
+    """Others have no file."""
+    keys = {"num_hidden_layers": 5, "attn_layer_period": 3, "attn_layer_offset": 2, "expert_layer_offset": 0}
+    config = JambaConfig.from_hf(ConfigReader(keys))
+    assert config.layer_parts == ("mixer", "mixer", "attention", "mixer", "mixer")
+    assert config.dense == (False, True, False, True, False)
+    assert JambaConfig.from_hf(ConfigReader(config.to_hf())) == config
+    for name, message in (("mixer_layers", "or all others, "), ("expert_layers", "")):
+        with pytest.raises(ValueError, match=rf"`{name}`: expected layers at equal distances, {message}got \(0, 1, 3\)"):
+            JambaConfig(n_layers=5, **{name: (0, 1, 3)})
+    with pytest.raises(ValueError, match=r"`state_value_size`: expected a multiple of `d_model`=4096, got 5000"):
+        JambaConfig(state_value_size=5000)
+    assert (
+        MambaConfig.from_hf(ConfigReader({"expand": 16, "intermediate_size": 1536})) == MambaConfig()
+    )  # as in Falcon-Mamba
 
 
 def test_layers_without_their_kinds_have_the_window_from_the_one_that_the_file_says():

@@ -55,7 +55,7 @@ def test_outputs_tokens_and_folders(case, tmp_path):
         np.testing.assert_allclose(case.run(again.eval(), case.inputs).numpy(), expected, rtol=1e-6, atol=1e-6)
 
 
-STATES = ("bamba", "falcon-h1", "granite-4-h", "mamba2", "gpt-bigcode")
+STATES = ("bamba", "falcon-h1", "granite-4-h", "jamba", "mamba2", "gpt-bigcode")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in STATES], ids=lambda case: case.name)

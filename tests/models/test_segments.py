@@ -26,6 +26,7 @@ from redeqx.models.gptj import GPTJ, GPTJConfig
 from redeqx.models.granite_hybrid import GraniteMoeHybrid, GraniteMoeHybridConfig
 from redeqx.models.lfm import Lfm2, Lfm2Config
 from redeqx.models.llama import Llama, LlamaConfig
+from redeqx.models.mamba import FalconMamba, FalconMambaConfig
 from redeqx.models.mamba2 import Mamba2, Mamba2Config
 from redeqx.models.mistral import Ministral3, Ministral3Config, Mistral, MistralConfig
 from redeqx.models.modernbert import ModernBert, ModernBertConfig
@@ -95,6 +96,7 @@ DELTA = {"mixer_layers": (0,), "state_groups": 2, "state_heads": 4, "state_size"
 MAMBA = {**DELTA, "state_value_size": 16, "n_experts": 4, "d_expert": 16, "d_shared": 48, "unrotated_layers": ()}
 BESIDE = {**{key: value for key, value in DELTA.items() if key != "mixer_layers"}, "factors": Factors(key=0.7, gate=1.3)}
 ALONE = {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "state_groups": 2, "state_heads": 4, "state_value_size": 16}
+SCANNED = {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "state_size": 4, "state_value_size": 64}
 EXPERTS = {"n_experts": 4, "n_chosen": 2, "d_expert": 16, "d_shared": 16}
 T5_CONFIG = T5Config(
     vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, n_layers=2, n_decoder_layers=2, n_heads=4, n_buckets=8, max_distance=12
@@ -121,6 +123,7 @@ FAMILIES = [
     Family("falcon-h1", FalconH1, FalconH1Config(**LLAMA, **BESIDE), decoder_sums),
     Family("gpt-bigcode", GPTBigCode, GPTBigCodeConfig(**SIZES), decoder_sums),
     Family("mamba2", Mamba2, Mamba2Config(**ALONE), decoder_sums),
+    Family("falcon-mamba", FalconMamba, FalconMambaConfig(**SCANNED), decoder_sums),
     Family("granite-4", GraniteMoeHybrid, GraniteMoeHybridConfig(**LLAMA, **MAMBA), decoder_sums),
     Family("lfm2", Lfm2, Lfm2Config(**LLAMA, mixer_layers=(0,)), decoder_sums),
     Family("bert", Bert, dataclasses.replace(BERT_CONFIG, has_pooler=False), encoder_sums),

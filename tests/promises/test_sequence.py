@@ -19,6 +19,7 @@ from redeqx.models.falcon_h1 import FalconH1
 from redeqx.models.gemma import Gemma2
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.granite_hybrid import GraniteMoeHybrid
+from redeqx.models.jamba import Jamba
 from redeqx.models.lfm import Lfm2
 from redeqx.models.llama import Llama
 from redeqx.models.mistral import Mistral
@@ -267,6 +268,11 @@ CASES = {
         next_token,
         LONG,
     ),
+    "jamba": (
+        lambda: hybrid(Jamba, head_size=None, state_groups=1, state_heads=1, state_value_size=64, n_experts=0, n_chosen=0),
+        next_token,
+        LONG,
+    ),
     "falcon_h1": (lambda: hybrid(FalconH1, mixer_layers=None, factors=Factors(key=0.7, mixer_input=1.2)), next_token, LONG),
 }
 # Sequence and model shards; data shards are the others. What has loops or states of its own has two or three meshes.
@@ -312,7 +318,7 @@ RESIDUAL = [
 
 
 # Each kind of mixer with states, on other meshes.
-STATES = [("qwen3_5", 2, 2), ("granite_4", 1, 4), ("granite_4", 4, 1), ("falcon_h1", 2, 2)]
+STATES = [("qwen3_5", 2, 2), ("granite_4", 1, 4), ("granite_4", 4, 1), ("falcon_h1", 2, 2), ("jamba", 2, 2)]
 
 
 @cache

@@ -187,6 +187,14 @@ PARTS = {
 }
 OLD = dict.fromkeys(("num_key_value_heads", "intermediate_size", "max_position_embeddings"))  # keys that they lack
 PLAIN = {"num_attention_heads": None, "num_heads": 6, "head_dim": 8, "n_groups": 2, "state_size": 5, "conv_kernel": 3}
+SCANNED = {"num_attention_heads": None, "state_size": 5, "conv_kernel": 3}
+EVERY = {
+    "num_hidden_layers": 4,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "mamba_d_state": 5,
+    "expert_layer_period": 3,
+}
 NEO = {"num_key_value_heads": None, "num_hidden_layers": None, "num_attention_heads": None, "num_layers": 2, "num_heads": 4}
 CASES = [
     case("gemma", "Gemma", head_dim=8),
@@ -329,6 +337,10 @@ CASES = [
     case("gpt-bigcode", "GPTBigCode", **OLD, n_inner=36),
     case("gpt-bigcode-heads", "GPTBigCode", **OLD, multi_query=False),
     case("mamba2", "Mamba2", **OLD, **PLAIN),
+    case("mamba", "Mamba", **OLD, **SCANNED, time_step_rank=3),
+    case("falcon-mamba", "FalconMamba", **OLD, **SCANNED, use_conv_bias=False, tie_word_embeddings=False),
+    case("jamba", "Jamba", **EVERY, num_experts=4, mamba_d_conv=3),
+    case("jamba-dense", "Jamba", **EVERY, num_experts=1, mamba_expand=1, mamba_dt_rank=5),
     case("gpt-neo", "GPTNeo", **NEO, window_size=4, attention_types=[[["local", "global"], 1]]),
     case("nemotron", "Nemotron", hidden_size=32),
     case("helium", "Helium", head_dim=6, attention_bias=True),

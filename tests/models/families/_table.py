@@ -1,6 +1,7 @@
 """The table of the decoders in models/README.md, made of their rows, presets and measured differences.
 
-`python -m tests.models.families._table` writes it; `test_decoders.py` checks that it is up to date.
+`python -m tests.models.families._table` writes it, and prints how many of the types load for which transformers lists a
+causal language model; `test_decoders.py` checks that it is up to date.
 """
 
 import dataclasses
@@ -63,6 +64,15 @@ def _refused(config):
     return [f"`{row.key}` but {text or 'what follows from others'}" for row, text in zip(rows, said, strict=True)]
 
 
+def loaded():
+    """Returns the types whose causal language model in transformers is one that we load, and all types with one."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    ours = {(kind, name) for cls in MODELS for kind in cls.model_types for name in cls.architectures_of(kind)}
+    return [kind for kind, name in NAMES.items() if (kind, name) in ours], [*NAMES]
+
+
 if __name__ == "__main__":
+    print("{} of {} types load".format(*map(len, loaded())))
     head, _, rest = README.read_text().partition(START)
     README.write_text(f"{head}{START}{table()}{END}{rest.partition(END)[2]}")

@@ -19,8 +19,10 @@ from redeqx.models.gemma4 import Gemma4, Gemma4Config
 from redeqx.models.gpt_bigcode import GPTBigCode, GPTBigCodeConfig
 from redeqx.models.gpt_oss import GptOss, GptOssConfig
 from redeqx.models.granite_hybrid import GraniteMoeHybrid, GraniteMoeHybridConfig
+from redeqx.models.jamba import Jamba, JambaConfig
 from redeqx.models.lfm_moe import Lfm2Moe, Lfm2MoeConfig
 from redeqx.models.llama import Llama, LlamaConfig
+from redeqx.models.mamba import FalconMamba, FalconMambaConfig
 from redeqx.models.mamba2 import Mamba2, Mamba2Config
 from redeqx.models.minimax import MiniMaxM2, MiniMaxM2Config
 from redeqx.models.mistral import Mixtral, MixtralConfig
@@ -216,6 +218,9 @@ FALCON_H1 = FalconH1Config(
 )
 ONLY = ("vocab_size", "d_model", "n_layers", "init_std")
 MAMBA2 = Mamba2Config(**STATES, **{name: SIZES[name] for name in ONLY})
+SCANNED = {"state_size": 4, "state_value_size": 64}
+MAMBA = FalconMambaConfig(**SCANNED, **{name: SIZES[name] for name in ONLY})
+JAMBA = JambaConfig(n_kv_heads=2, mixer_layers=(1,), n_experts=4, **SCANNED, **SIZES)
 GPT_BIGCODE = GPTBigCodeConfig(embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0, **SIZES)
 QWEN3_NEXT = Qwen3NextConfig(
     n_kv_heads=2,
@@ -282,6 +287,8 @@ TRAININGS = [
     Training("falcon-h1", lambda key: FalconH1(FALCON_H1, key=key), EXAMPLES, loss_fn),
     Training("gpt-bigcode", lambda key: GPTBigCode(GPT_BIGCODE, key=key), EXAMPLES, loss_fn),
     Training("mamba2", lambda key: Mamba2(MAMBA2, key=key), EXAMPLES, loss_fn),
+    Training("mamba", lambda key: FalconMamba(MAMBA, key=key), EXAMPLES, loss_fn, 0.03),
+    Training("jamba", lambda key: Jamba(JAMBA, key=key), EXAMPLES, loss_fn, 0.03),
     Training("granite-4", lambda key: GraniteMoeHybrid(GRANITE4, key=key), EXAMPLES, loss_fn),
     Training("lfm2-moe", lambda key: Lfm2Moe(LFM2, key=key), EXAMPLES, loss_fn, zero_gradient=("*correction",)),
     Training("nemotron-h", lambda key: NemotronH(NEMOTRON_H, key=key), EXAMPLES, loss_fn, zero_gradient=("*correction",)),

@@ -441,7 +441,7 @@ def test_a_config_that_is_not_json(text, found, folder):
         from_pretrained(folder)
 
 
-@pytest.mark.parametrize("model_type", ["mamba", None])
+@pytest.mark.parametrize("model_type", ["rwkv", None])
 def test_an_unknown_model(model_type, folder):
     edit_config(folder, model_type=model_type)
     message = rf"`.*/config\.json`: `model_type`: expected one of .*gpt2.*, got {model_type!r}\. Write other models"

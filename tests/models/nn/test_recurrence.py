@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from redeqx.models.decoder import make_delta, make_mamba
+from redeqx.models.decoder import make_delta, make_mamba, make_mamba1
 from redeqx.models.granite_hybrid import GraniteMoeHybridConfig
+from redeqx.models.jamba import JambaConfig
 from redeqx.models.nn import Cache, States
 from redeqx.models.qwen_next import Qwen3NextConfig
 from tests._tree import drawn
@@ -30,6 +31,8 @@ SIZES = {
 }
 DELTA = Qwen3NextConfig(**SIZES, init_std=0.5)
 MAMBA = GraniteMoeHybridConfig(**SIZES, n_heads=2, step_limits=LIMITS)
+INNER = HEADS * VALUE
+MAMBA1 = JambaConfig(d_model=D, n_heads=2, n_kv_heads=None, state_size=SIZE, state_value_size=INNER, conv_kernel=KERNEL)
 X = np.random.default_rng(0).normal(size=(SEQ, D))
 run = eqx.filter_jit(lambda layer, x, **options: layer(x, **options)[0])
 
@@ -90,6 +93,25 @@ def mamba_by_tokens(layer, x):
     return (mixed.reshape(len(x), -1) * layer.norm.weight) @ layer.output.weight.T
 
 
+def mamba1_by_tokens(layer, x):
+    def normed(layer, x):
+        return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + MAMBA1.norm_eps) * layer.weight
+
+    rows = jnp.pad(x @ layer.value.weight.T, ((KERNEL - 1, 0), (0, 0)))
+    rows = jnp.stack([(rows[t : t + KERNEL] * layer.value_taps.T).sum(0) for t in range(len(x))])
+    v = jax.nn.silu(rows + layer.value_bias)
+    q, k, low = (normed(getattr(layer, f"{n}_norm"), v @ getattr(layer, n).weight.T) for n in ("query", "key", "low"))
+    steps = jax.nn.softplus(low @ layer.decay.weight.T + layer.decay_bias)
+
+    def step(memory, token):
+        q, k, v, step = token
+        memory = jnp.exp(-jnp.exp(layer.log_rate.T) * step) * memory + jnp.outer(k, step * v)
+        return memory, q @ memory
+
+    out = jax.lax.scan(step, jnp.zeros((SIZE, INNER)), (q, k, v, steps))[1]
+    return ((out + layer.skip * v) * jax.nn.silu(x @ layer.gate.weight.T)) @ layer.output.weight.T
+
+
 def with_rates(layer):
     """Some heads forget within a few tokens, others keep what they hold over many chunks."""
     return eqx.tree_at(lambda layer: layer.log_rate, layer, jnp.log(jnp.array([1e-3, 0.01, 0.3, 5.0])))
@@ -98,8 +120,9 @@ def with_rates(layer):
 LAYERS = {
     "delta": with_rates(make_delta(DELTA, jax.random.key(0))),
     "mamba": with_rates(drawn(eqx.filter_eval_shape(make_mamba, MAMBA, jax.random.key(0)), 0.5)),
+    "mamba1": drawn(eqx.filter_eval_shape(make_mamba1, MAMBA1, jax.random.key(0)), 0.5),
 }
-BY_TOKENS = {"delta": delta_by_tokens, "mamba": mamba_by_tokens}
+BY_TOKENS = {"delta": delta_by_tokens, "mamba": mamba_by_tokens, "mamba1": mamba1_by_tokens}
 
 
 @pytest.fixture(params=LAYERS)
@@ -147,9 +170,11 @@ def test_padding_and_segments_change_nothing(name):
     assert np.isfinite(padded).all()
 
 
-def empty():
-    rows = ((1, KERNEL - 1, GROUPS * SIZE), (1, KERNEL - 1, GROUPS * SIZE), (1, KERNEL - 1, HEADS * VALUE))
-    states = States.empty(rows, (1, HEADS, SIZE, VALUE), jnp.float64)
+def empty(name):
+    widths, heads = (
+        ((INNER,), (1, SIZE, INNER)) if name == "mamba1" else ((GROUPS * SIZE,) * 2 + (INNER,), (HEADS, SIZE, VALUE))
+    )
+    states = States.empty(tuple((1, KERNEL - 1, width) for width in widths), (1, *heads), jnp.float64)
     cache = Cache.empty(0, SEQ, 1, 1, jnp.float64)
     return eqx.tree_at(lambda c: c.states, cache, states, is_leaf=lambda x: x is None)
 
@@ -157,7 +182,7 @@ def empty():
 @pytest.mark.sweep
 def test_a_state_continues_the_text(name):
     """In one call after another, of many tokens or of one, each token is what it is in one call."""
-    cache, layer = empty(), in_float64(LAYERS[name])
+    cache, layer = empty(name), in_float64(LAYERS[name])
     call = eqx.filter_jit(lambda x, cache: layer(x, cache=cache.begin(jnp.ones(len(x), bool))))
     found = []
     for start, stop in itertools.pairwise((0, 70, 71, 149, 150)):
@@ -174,7 +199,7 @@ def test_a_cache_with_earlier_states_goes_back(name):
     """After a call of several tokens, the text goes on from any of them."""
     layer = in_float64(LAYERS[name])
     call = eqx.filter_jit(lambda x, cache: layer(x, cache=cache.begin(jnp.ones(len(x), bool))))
-    _, cache = call(X[:7], empty())
+    _, cache = call(X[:7], empty(name))
     cache = cache.end(7).keep(5)
     _, after = call(X[60:64], cache)  # four others, of which none is kept
     after = eqx.tree_at(lambda c: (c.index, c.states.layer), after, (cache.index, cache.states.layer))

@@ -1,0 +1,120 @@
+"""Jamba: LLaMA without positions, with Mamba in place of attention in most layers, and experts in every other layer.
+
+Source: *Jamba* (arXiv:2403.19887).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from ._kinds import COUNT
+from .decoder import Decoder, DecoderConfig, Names, ScanWidth, StepRank, expert_names, mamba1_names, rows
+from .hf import ConfigReader, Field, Only, Row, published
+
+
+@dataclass(frozen=True)
+class _Every(Row):
+    """Layers at equal distances, which have what the others do not have."""
+
+    field: str  # with their indices, or those of the others
+    key: str  # the start of the keys of the distance and of the first index
+    period: int
+    offset: int
+    is_others: bool = False
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return {self.field: f"{self.key}_period"}
+
+    def indices(self, n_layers: int, *pair: int) -> tuple[int, ...]:
+        """Returns the indices that the field has, for this distance and first index in place of the defaults."""
+        period, offset = pair or (self.period, self.offset)
+        return tuple(i for i in range(n_layers) if (i % period == offset) != self.is_others)
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        n, period = known["n_layers"], reader.get(f"{self.key}_period", self.period)
+        offset = reader.get(f"{self.key}_offset", self.offset, COUNT)
+        if offset >= period:
+            raise reader.refuse(f"{self.key}_offset", offset, f"less than `{self.key}_period`={period}")
+        found = self.indices(n, period, offset)
+        return {self.field: None if found == self.indices(n) else found}
+
+    def _distance(self, config: Any) -> tuple[int, int] | None:
+        """Returns the distance and the first index."""
+        n, has = config.n_layers, getattr(config, self.field)
+        pairs = [(self.period, self.offset), *((p, o) for p in range(1, n + 2) for o in range(p))]
+        return next((pair for pair in pairs if has in (None, self.indices(n, *pair))), None)
+
+    def check(self, config: Any) -> None:
+        if self._distance(config) is None:
+            raise ValueError(
+                f"`{self.field}`: expected layers at equal distances{', or all others' if self.is_others else ''}, got "
+                f"{getattr(config, self.field)}. `{self.key}_period` is a single number."
+            )
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return dict(zip((f"{self.key}_period", f"{self.key}_offset"), self._distance(config) or (), strict=True))
+
+
+_MIXERS = _Every("mixer_layers", "attn_layer", 8, 4, is_others=True)
+_EXPERTS = _Every("expert_layers", "expert_layer", 2, 1)
+
+
+@dataclass(frozen=True)
+class JambaConfig(DecoderConfig):
+    """The sizes of a Jamba, whose experts have the width of the MLPs. The defaults are those of transformers, which are
+    Jamba v0.1's. See `DecoderConfig`."""
+
+    vocab_size: int = 65536
+    n_positions: int = 262144
+    d_mlp: int | None = 14336
+    n_kv_heads: int | None = 8
+    n_experts: int = 16
+    n_chosen: int = 2
+    renormalize: bool = False
+    mixer: str = "mamba1"
+    conv_bias: bool = True
+    state_groups: int = 1
+    state_heads: int = 1
+    state_size: int = 16
+    state_value_size: int = 8192
+    pad_token_id: int | None = 0
+
+    model_type = "jamba"
+    unrotated_period, scan_norm = 1, "rms"
+    rows = rows(
+        *(_MIXERS, _EXPERTS),
+        Field("num_experts", "n_experts", load=lambda n, known: n * (n > 1), save=lambda config: config.n_experts or 1),
+        Field("num_experts_per_tok", "n_chosen", COUNT, load=lambda n, known: n if known["n_experts"] else 0),
+        *(Field("mamba_d_state", "state_size"), Field("mamba_d_conv", "conv_kernel"), Field("mamba_conv_bias", "conv_bias")),
+        *(ScanWidth("mamba_expand"), StepRank("mamba_dt_rank"), Only("mamba_proj_bias", False)),
+        without=("rope_theta",),
+    )
+    aliases = MappingProxyType({"num_local_experts": "num_experts"})
+    names = Names(
+        {
+            "pre_ff_layernorm": "mlp_norm",
+            **{f"feed_forward.{name}_proj": f"mlp.{name}" for name in ("gate", "up", "down")},
+            **{name.replace("mlp.", "feed_forward.", 1): module for name, module in expert_names(gate="router").items()},
+            **mamba1_names(),
+        },
+        experts="feed_forward.experts",
+        norm="model.final_layernorm",
+    )
+    sizes = published(
+        {"v0.1": {}}
+        | {"1.5-large": {"d_model": 8192, "d_mlp": 24576, "n_layers": 72, "n_heads": 64, "state_value_size": 16384}}
+    )
+
+    @classmethod
+    def default_mixers(cls, n_layers: int) -> tuple[int, ...]:
+        return _MIXERS.indices(n_layers)
+
+    @classmethod
+    def default_experts(cls, n_layers: int) -> tuple[int, ...]:
+        return _EXPERTS.indices(n_layers)
+
+
+class Jamba(Decoder, config=JambaConfig, init=False):
+    """A Jamba, from token ids to the logits of each next token. See `Decoder`."""
