@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..tracing import derivative_of, insides, is_wrapped_outside, made_in, normal, without_remats
+from ..tracing import derivative_of, has_derivative_of, normal, without_remats
 from ._atoms import Block, Step, Value
 
 # Packages whose derivatives are those of their functions, by row under `vmap`: this one too, with its models.
@@ -18,13 +18,7 @@ _TRUSTED = ("jax", "equinox", "optax", "diffrax", "lineax", "optimistix", "redeq
 
 def has_own_derivative(eqn: Any) -> bool:
     """Whether a call has a derivative that the user, or a package that is not known, wrote."""
-    if not eqn.primitive.name.startswith("custom_"):
-        return False
-    (inner,) = insides(eqn)
-    is_linear = eqn.primitive.name.startswith("custom_jvp")  # in the gradient that it takes
-    is_trusted = made_in(inner.closed, *_TRUSTED)
-    outside = not is_linear and is_wrapped_outside(eqn, inner.closed, "equinox.internal", *_TRUSTED[2:])
-    return not is_trusted or outside
+    return eqn.primitive.name.startswith("custom_") and not has_derivative_of(eqn, *_TRUSTED)
 
 
 def is_float(value: Value) -> bool:

@@ -381,12 +381,12 @@ class RowDependence:
             if new == carry:
                 break
             carry = new
-        found = []
+        found, more = [], self.growth.grows([step.scanned])
         for start, out, keeps in zip(initial, outs[:n_carry], kept, strict=True):
             if keeps or (out.kind == PREFIX and out.is_of_any_degree):
                 found.append(start)
-            elif out.kind == PREFIX and (start.is_of_any_degree or start.degree == out.degree + 1):
-                found.append(State(SUM, out.degree + 1))
+            elif out.kind == PREFIX and (start.is_of_any_degree or start.degree == out.degree + more):
+                found.append(State(SUM, out.degree + more))
             else:
                 found.append(self._mixed("a loop over rows", step))
         stacked = (out if out.kind in (FREE, ROW) else self._mixed("a loop over rows", step) for out in outs[n_carry:])

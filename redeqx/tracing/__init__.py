@@ -41,7 +41,7 @@ from ._interpret import (
     transformed as transformed,
 )
 from ._lines import (
-    is_wrapped_outside as is_wrapped_outside,
+    has_derivative_of as has_derivative_of,
     line_among as line_among,
     line_of as line_of,
     made_in as made_in,

@@ -15,6 +15,11 @@ from ..errors import is_ours
 _LIBRARIES = ("jax", "equinox", "einops", "jaxtyping")
 
 
+# Where `filter_custom_jvp`, `filter_custom_vjp`, `custom_gradient` and `defjvps` make a derivative of a given one.
+# The file that calls such a function tells whose that is.
+_MAKE_DERIVATIVES = (os.path.join("equinox", "_ad.py"), os.path.join("jax", "_src", "custom_derivatives.py"))
+
+
 def line_of(eqn: Any, *skipped: str) -> str:
     """Returns the line of code of an equation, `file.py:12`, or an empty string if it is unknown.
 
@@ -38,17 +43,21 @@ def made_in(closed: Any, *packages: str) -> bool:
     return (closed.jaxpr.debug_info.func_filename or "").startswith(_folders(*packages))
 
 
-def is_wrapped_outside(eqn: Any, closed: Any, *packages: str) -> bool:
-    """Whether a function is one of `equinox.filter_custom_vjp`, which others than these packages call.
-
-    Its jaxpr tells the file of the wrapper, not that of the function. `equinox.nn` calls functions of the user too.
-    """
-    wrapper, traceback = os.path.join("equinox", "_ad.py"), eqn.source_info.traceback
-    if traceback is None or not (closed.jaxpr.debug_info.func_filename or "").endswith(wrapper):
-        return False
-    files = (frame.file_name for frame in traceback.frames if not frame.file_name.endswith(wrapper))
-    caller = next((file for file in files if not file.startswith((*_folders("jax"), "<"))), "")
-    return not caller.startswith(_folders(*packages))
+def has_derivative_of(eqn: Any, *packages: str) -> bool:
+    """Whether the derivative of a `custom_jvp` or `custom_vjp` is defined in one of these packages, whatever function it is
+    the derivative of: `jax.custom_jvp(jnp.sin)` may get one of the user's."""
+    info = eqn.params.get("jvp_jaxpr_fun", eqn.params.get("bwd")).debug_info
+    file = info.func_filename or ""
+    if file.endswith(_MAKE_DERIVATIVES) and info.func_name == "jvp":  # of `defjvps`
+        file = eqn.params["call_jaxpr"].jaxpr.debug_info.func_filename or ""
+    elif file.endswith(_MAKE_DERIVATIVES) and not info.func_name.startswith("_"):
+        traceback = eqn.source_info.traceback
+        files = () if traceback is None else (frame.file_name for frame in traceback.frames)
+        outside = (x for x in files if not x.startswith((*_folders("jax"), "<")) and not x.endswith(_MAKE_DERIVATIVES))
+        file = next(outside, "")
+        # Equinox's layers and transformations call functions of the user too.
+        packages = tuple("equinox.internal" if name == "equinox" else name for name in packages)
+    return file.startswith(_folders(*packages))
 
 
 @cache

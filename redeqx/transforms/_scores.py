@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..dims import repeats, view
-from ..tracing import Body, made_in, variables
+from ..tracing import Body, has_derivative_of, variables
 from ._bands import inequalities, whole_view
 
 _MASKED_SCORE = -1e4  # at or below this, the weight of a score is 0
@@ -128,7 +128,7 @@ def match_softmax(body: Body, eqn: Any) -> tuple[Any, list[Any], int] | None:
     if len(eqn.outvars) != 1:
         return None
     if eqn.primitive.name == "custom_jvp_call":
-        if not made_in(eqn.params["call_jaxpr"], "jax"):  # a user's rule may give another derivative
+        if not has_derivative_of(eqn, "jax"):  # a user's rule may give another derivative
             return None
         inner = eqn.params["call_jaxpr"].jaxpr
         last = body.producer(inner.outvars[0])

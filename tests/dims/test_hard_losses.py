@@ -1,7 +1,9 @@
 """Losses that look like sums over rows and are none, and their neighbours that are: verdicts, and numbers in two parts."""
 
 import warnings
+from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -532,6 +534,13 @@ def a_callback_with_effects(p, batch, key):
     return (by_rows(p, batch) * io_callback(lambda y: y - y.mean(), batch["y"], batch["y"])).mean()
 
 
+@case("separable", 2)
+def a_loop_over_halves_that_counts_them(p, batch, key):
+    """There are two, however many rows there are."""
+    count, halves = lax.scan(lambda n, rows: (n + p["b"], jnp.sin(rows)), 0.0, by_rows(p, batch).reshape(2, -1))
+    return halves.mean() + count
+
+
 # --- derivatives of the user's own --------------------------------------------------------------------------------------
 
 
@@ -597,6 +606,57 @@ def product(x, y):
 
 
 product.defvjp(lambda x, y: (x @ y, (x, y)), lambda xy, g: (xy[1] * g, xy[0] * g))
+
+
+# Functions of libraries with derivatives of the user's own.
+sine_with_a_mean = jax.custom_jvp(jnp.sin)
+sine_with_a_mean.defjvp(lambda x, t: (jnp.sin(x[0]), t[0] * jnp.cos(x[0].mean())))
+softplus_with_a_maximum = jax.custom_vjp(jax.nn.softplus)
+softplus_with_a_maximum.defvjp(lambda x: (jax.nn.softplus(x), x), lambda x, g: (g / jnp.abs(x).max(),))
+sine_by_row = jax.custom_jvp(jnp.sin)
+sine_by_row.defjvp(lambda x, t: (jnp.sin(x[0]), t[0] * jnp.cos(0.5 * x[0])))
+
+
+@eqx.filter_custom_jvp
+def filtered_with_a_mean(x):
+    return jnp.sin(x)
+
+
+filtered_with_a_mean.def_jvp(lambda x, t: (jnp.sin(x[0]), t[0] * jnp.cos(x[0].mean())))
+
+
+with_a_mean_in_a_custom_gradient: Any = jax.custom_gradient(lambda x: (jnp.sin(x), lambda g: g * jnp.cos(x.mean())))
+
+
+@unknown
+def a_derivative_that_mixes_of_a_function_of_jax(p, batch, key):
+    return sine_with_a_mean(by_rows(p, batch)).mean()
+
+
+@unknown
+def a_gradient_that_mixes_of_a_function_of_jax(p, batch, key):
+    return softplus_with_a_maximum(by_rows(p, batch)).mean()
+
+
+@unknown
+def a_derivative_that_mixes_by_equinox(p, batch, key):
+    return filtered_with_a_mean(by_rows(p, batch)).mean()
+
+
+@unknown
+def a_derivative_that_mixes_by_equinox_under_its_vmap(p, batch, key):
+    x = jnp.tanh(batch["x"].mean(1) @ p["w"])
+    return eqx.filter_vmap(filtered_with_a_mean, in_axes=1)(x).mean()
+
+
+@unknown
+def a_custom_gradient_that_mixes(p, batch, key):
+    return with_a_mean_in_a_custom_gradient(by_rows(p, batch)).mean()
+
+
+@separable
+def a_derivative_by_row_of_a_function_of_jax(p, batch, key):
+    return (sine_by_row(by_rows(p, batch)) + jax.vmap(filtered_with_a_mean)(by_rows(p, batch))).mean()
 
 
 @separable
@@ -784,6 +844,7 @@ QUICK = (
     "rows_counted_from_the_end",
     "groups_with_a_draw_for_each_place",
     "a_loop_under_vmap",
+    "a_loop_over_halves_that_counts_them",
     "labels_of_four_parts_of_the_rows",
     "the_first_five_of_the_data",
 )
