@@ -1,11 +1,11 @@
 """Which share of the bytes of collectives and of copies to the host moves behind matmuls, in the order of a compiled step.
 
 A compiler starts a collective early and waits for it late. What is between the two is in the schedule of the program; how
-long it takes is not. So this module replays the schedule at given rates: matmuls, and kernels of attention, advance the
-clock by their FLOPs, and in that time the link sends the bytes of the collectives that have started, first come first
-served. When a collective is awaited, the rest of its bytes is sent while nothing computes. Copies to and from the host are
-replayed in the same way, with a link of their own. Work other than matmuls takes no time here, so the shares are lower
-bounds of the overlap with all work.
+long it takes is not. So this module replays the schedule at given rates: matmuls, and kernels of attention and of grouped
+matmuls, advance the clock by their FLOPs, and in that time the link sends the bytes of the collectives that have started,
+first come first served. When a collective is awaited, the rest of its bytes is sent while nothing computes. Copies to and
+from the host are replayed in the same way, with a link of their own. Work other than matmuls takes no time here, so the
+shares are lower bounds of the overlap with all work.
 """
 
 import math
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from ..tracing import is_rare
+from ..tracing import expected_length, is_rare
 from ._buffers import copied_bytes, host_copies
 from ._collectives import CHANNEL, KINDS, Collective
 from ._hlo import Instruction, Module
@@ -140,13 +140,14 @@ class _Replay:
                     yield from self._inside(inner)
 
     def _flops_inside(self, line: Instruction) -> float:
-        """Counts the FLOPs of a line's matmuls and of those inside. A loop counts as often as it runs."""
+        """Counts the FLOPs of a line's matmuls and of those inside. A loop counts as often as it runs; one of unknown
+        length, such as that over the tiles of a grouped matmul, as often as it is expected to."""
         if line.opcode in ("dot", "convolution", "custom-call"):
-            return flops_of(line) or _attention_flops(line)
+            return flops_of(line) or _attention_flops(line) or _grouped_flops(line)
         inner = [sum(map(self._flops, self._module.computations[called])) for _, called in line.calls]
         if line.opcode == "conditional":
             return (min if is_rare(line.op_name) else max)(inner, default=0.0)
-        return sum(inner) * (line.trip_count or 1 if line.opcode == "while" else 1)
+        return sum(inner) * (line.trip_count or expected_length(line.op_name) or 1 if line.opcode == "while" else 1)
 
     def _compute(self, seconds: float, queue: list[_Sent]) -> None:
         for each in queue:
@@ -182,3 +183,11 @@ def _attention_flops(line: Instruction) -> float:
     shapes = [array.shape for each in line.operands for array in each.arrays if len(array.shape) in (3, 4)]
     heads = max(shapes, key=math.prod, default=())
     return 0.5 * n_products * 2 * math.prod(heads) * heads[-2] if heads else 0.0
+
+
+def _grouped_flops(line: Instruction) -> float:
+    """Counts the FLOPs of a kernel of Megablox from its first matrix, whose rows are each multiplied for one group."""
+    if re.match(r"t?gmm\b", line.name) is None or not line.arrays:
+        return 0.0
+    rows = next((array.shape for each in line.operands for array in each.arrays if len(array.shape) == 2), ())
+    return 2.0 * math.prod(rows) * line.arrays[0].shape[-1] if rows else 0.0

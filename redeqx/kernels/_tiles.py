@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from .._rounding import at_least_float32
+from ..tracing import about
 
 _MAX_TILE = 2048  # rows; larger tiles would not use a matmul unit better, and would waste more work at the ends of groups
 
@@ -68,7 +69,8 @@ class _Tiles:
         def step(state: Any) -> Any:
             return state[0] + 1, *body(self[state[0]], *state[1:])
 
-        return jax.lax.while_loop(lambda state: state[0] < self.after[-1], step, (jnp.zeros((), jnp.int32), *init))[1:]
+        with about(math.ceil(self.n_rows / self.size)):
+            return jax.lax.while_loop(lambda state: state[0] < self.after[-1], step, (jnp.zeros((), jnp.int32), *init))[1:]
 
 
 def _dot(a: Any, b: Any, contracted: tuple[int, int], precision: Any, dtype: Any, widened: bool) -> Any:

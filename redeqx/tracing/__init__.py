@@ -8,7 +8,15 @@ the uses of weights, and the interpreter. It is independent of meshes, plans and
 from ._alike import alike as alike, derivative_of as derivative_of, same_array as same_array
 from ._body import Body as Body
 from ._flow import flow as flow, union as union
-from ._fold import Entered as Entered, entered as entered, fold as fold, is_rare as is_rare, rarely as rarely
+from ._fold import (
+    Entered as Entered,
+    about as about,
+    entered as entered,
+    expected_length as expected_length,
+    fold as fold,
+    is_rare as is_rare,
+    rarely as rarely,
+)
 from ._inner import (
     CUSTOM_DERIVATIVES as CUSTOM_DERIVATIVES,
     REMATS as REMATS,

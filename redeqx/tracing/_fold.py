@@ -15,7 +15,7 @@ import jax
 
 from ._inner import insides, n_iterations
 
-_RARELY = "redeqx_rarely"  # no scope of a user
+_RARELY, _ABOUT = "redeqx_rarely", "redeqx_about_"  # no scopes of a user
 
 
 def rarely() -> AbstractContextManager[Any]:
@@ -27,6 +27,18 @@ def rarely() -> AbstractContextManager[Any]:
 def is_rare(scopes: str) -> bool:
     """Whether an operation with this name, as in a jaxpr or in HLO, was made in the context `rarely`."""
     return _RARELY in re.split(r"[/()]", scopes)
+
+
+def about(n: int) -> AbstractContextManager[Any]:
+    """A context for a `jax.lax.while_loop` of unknown length that usually has at least `n` iterations. What looks for
+    matmuls beside which a compiled program sends then counts so many."""
+    return jax.named_scope(f"{_ABOUT}{n}")
+
+
+def expected_length(loop: str) -> int | None:
+    """Returns the number of iterations of a loop with this name in HLO if it was made in the context `about`, or None."""
+    found = re.search(rf"{_ABOUT}(\d+)/while$", loop)
+    return int(found.group(1)) if found else None
 
 
 def is_recomputed(eqn: Any) -> bool:

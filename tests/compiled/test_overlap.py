@@ -64,6 +64,15 @@ def test_kernels_of_attention_hide_bytes(mask, share):
     assert shares(("g", START), ("attention", kernel), ("d", done("g"))) == {"g": pytest.approx(share)}
 
 
+@pytest.mark.parametrize("name, out", [("gmm", "64,64"), ("tgmm.1", "4,64,64")])
+def test_kernels_of_grouped_matmuls_hide_bytes(name, out):
+    """64 rows, each with the 64 x 64 matrix of one of four groups; or the gradient of the matrices."""
+    sizes, matrices = "s32[9]{0} constant({...})", "f32[4,64,64]{2,1,0} constant({...})"
+    kernel = f'f32[{out}]{{1,0}} custom-call(%sizes, %p, %matrices), custom_call_target="tpu_custom_call"'
+    lines = [("sizes", sizes), ("matrices", matrices), ("g", START), (name, kernel), ("d", done("g"))]
+    assert shares(*lines) == {"g": pytest.approx(0.5)}
+
+
 @pytest.mark.parametrize("n_fusions, share", [(1, 0.0), (2, 0.5)])
 def test_a_fusion_sends_all_before_it_ends_unless_others_take_part(n_fusions, share):
     """An asynchronous collective of libtpu is in each fusion that advances it, with the same channel."""
@@ -126,6 +135,23 @@ def test_loops_hide_bytes_in_each_iteration_and_as_a_whole():
     loop = f"(s32[], f32[64,64]{{1,0}}, f32[8,64]{{1,0}}) while(%state), condition=%condition, body=%body, {twice}"
     found = shares(("outer", START), ("loop", loop), ("d", done("outer")), computations=body)
     assert found == {"outer": pytest.approx(1.0), "inner": pytest.approx(0.5)}
+
+
+@pytest.mark.parametrize("scopes, share", [("redeqx_about_3/while", 1.0), ("redeqx_about_3/while/body/while", 0.5)])
+def test_a_loop_of_unknown_length_hides_as_much_as_it_is_expected_to(scopes, share):
+    """As that over the tiles of a grouped matmul. The loops inside it are others."""
+    computations = f"""%body (p: f32[64,64]) -> f32[64,64] {{
+  %p = f32[64,64]{{1,0}} parameter(0)
+  ROOT %dot = {DOT}
+}}
+
+%condition (p: f32[64,64]) -> pred[] {{
+  %p = f32[64,64]{{1,0}} parameter(0)
+  ROOT %less = pred[] constant(true)
+}}
+"""
+    loop = f'f32[64,64]{{1,0}} while(%p), condition=%condition, body=%body, metadata={{op_name="jit(step)/{scopes}"}}'
+    assert shares(("g", START), ("loop", loop), ("d", done("g")), computations=computations) == {"g": pytest.approx(share)}
 
 
 def test_a_computation_with_two_callers_hides_as_much_in_each():

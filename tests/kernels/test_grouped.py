@@ -9,8 +9,10 @@ import pytest
 from _grouped_tiles import n_grouped_tiles
 from jax.sharding import PartitionSpec as P
 
+from redeqx.compiled import Module
 from redeqx.kernels import grouped_gradient_p, grouped_matmul, grouped_matmul_p
 from redeqx.machine import make_mesh
+from redeqx.tracing import expected_length
 from tests._programs import computed
 from tests._tree import drawn
 
@@ -169,6 +171,8 @@ def test_the_work_is_that_of_the_rows_for_any_sizes(sizes):
     assert one_tile * n_tiles <= 1.6 * 2 * sum(sizes) * 64 * 32
     assert one_tile * n_tiles >= 2 * sum(sizes) * 64 * 32
     assert "[16,2048" not in compiled.as_text()
+    lines = [line for lines in Module.of(compiled.as_text()).computations.values() for line in lines]
+    assert [expected_length(line.op_name) for line in lines if line.opcode == "while"] == [-(-2048 // size)]
 
 
 @pytest.mark.parametrize("seed", range(3))
