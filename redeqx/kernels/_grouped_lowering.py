@@ -110,7 +110,8 @@ class _OnTpu(Tiled):
         wide = at_least_float32(setting.dtype)
 
         def add(total: Any, operands: Any) -> Any:
-            return total + run(*operands, dtype=wide), None
+            x, g, sizes = operands
+            return run(x, g, sizes, total, dtype=wide), None
 
         total = jnp.zeros((sizes.shape[1], x.shape[2], g.shape[2]), wide)
         return jax.lax.scan(add, total, (x, g, sizes))[0].astype(setting.dtype)[None]

@@ -52,11 +52,16 @@ def matmul(x: Any, weights: Any, sizes: Any, *, tile: int, transposed: bool, dty
     return jnp.where(jnp.arange(n_rows)[:, None] < jnp.sum(sizes), out[:n_rows], 0)
 
 
-def gradient(x: Any, g: Any, sizes: Any, *, tile: int, dtype: Any, interpret: bool = False) -> Any:
-    """Same as `_tiles.gradient`, for the sizes of groups that follow each other from the first row."""
+def gradient(x: Any, g: Any, sizes: Any, total: Any = None, *, tile: int, dtype: Any, interpret: bool = False) -> Any:
+    """Same as `_tiles.gradient`, for the sizes of groups that follow each other from the first row.
+
+    **Arguments:**
+
+    - `total`: the sum of earlier gradients, to which the kernel adds this one, in the same memory.
+    """
     sides = tile, _tile_side(x.shape[1]), _tile_side(g.shape[1])
     x, g = pad(x, 0, tile), pad(g, 0, tile)
-    return _library()[1](x.swapaxes(0, 1), g, sizes, dtype, sides, interpret=interpret)
+    return _library()[1](x.swapaxes(0, 1), g, sizes, dtype, sides, existing_out=total, interpret=interpret)
 
 
 def n_tile_rows(mean: float) -> int:

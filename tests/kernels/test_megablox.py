@@ -37,6 +37,8 @@ def test_values_are_those_of_each_group(sizes):
         found = megablox.matmul(x, matrices, sizes, transposed=transposed, **options)
         np.testing.assert_allclose(found, out, rtol=1e-6, atol=1e-5)
     np.testing.assert_allclose(megablox.gradient(x, g, sizes, **options), of_weights, rtol=1e-6, atol=1e-5)
+    added = megablox.gradient(x, g, sizes, weights, **options)
+    np.testing.assert_allclose(added, weights + of_weights, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("n_devices", [1, 8])
@@ -60,6 +62,8 @@ def test_tpu_programs_call_the_kernels(lead):
     text = lowered(grouped_matmul, x, weights, jnp.zeros((*lead, GROUPS), jnp.int32))
     assert text.count("tpu_custom_call") == 2  # for the rows and for the matrices: the sum needs no output
     assert "stablehlo.dot_general" not in text
+    # The gradients of a batch's entries are added in the memory of one, by the kernel.
+    assert ("output_operand_alias" in text) == bool(lead)
 
 
 def test_falls_back_to_tiles_and_logs_the_reason(caplog):
