@@ -133,8 +133,9 @@ class Instruction:
     def trip_count(self) -> int | None:
         """The trip count of a while loop, or None if it is unknown.
 
-        It is the compiler's count, or else, as for a scan, the constant with which the condition compares a counter from 0.
-        A condition of any other form has no known count.
+        It is the compiler's count, or else, as for a scan, the constant with which the condition compares a counter, less
+        where the counter starts: at 0, or at 1 if libtpu computes the first iteration before the loop. A condition of any
+        other form has no known count.
         """
         if known := _TRIP_COUNT.search(self.rest):
             return int(known.group(1))
@@ -148,7 +149,14 @@ class Instruction:
             return None
         counter, limit = operands
         is_counter = counter.opcode == "get-tuple-element" and counter.type.startswith(("s", "u"))
-        return limit.number if is_counter and limit.opcode == "constant" else None
+        if not is_counter or limit.opcode != "constant":
+            return None
+        start, index = self.operands[0], re.search(r"\bindex=(\d+)", counter.rest)
+        if start.opcode == "tuple" and index:
+            start = start.operands[int(index.group(1))]
+        while start.opcode in ("copy", "bitcast"):
+            start = start.operands[0]
+        return limit.number - (start.number if start.opcode == "constant" else 0)
 
 
 @dataclass(eq=False)

@@ -241,6 +241,23 @@ def test_trip_count_from_the_condition_of_a_loop(kind, condition, n):
     assert loop.trip_count == n
 
 
+def test_trip_count_of_a_loop_whose_counter_starts_at_one():
+    """As libtpu compiles a loop over layers whose first iteration it computes before the loop."""
+    text = _module(
+        "  %one = s32[] constant(1)\n  %start = s32[] copy(%one)\n  %t = (f32[], s32[]) tuple(%x, %start)\n"
+        "  ROOT %w = (f32[], s32[]) while(%t), condition=%cond, body=%body",
+        """%cond (s: (f32[], s32[])) -> pred[] {
+  %s = (f32[], s32[]) parameter(0)
+  %limit = s32[] constant(4)
+  %x = s32[] get-tuple-element(%s), index=1
+  ROOT %less = pred[] compare(%x, %limit), direction=LT
+}
+""",
+    )
+    module = Module.of(text)
+    assert module.computations[module.entry][-1].trip_count == 3
+
+
 def test_trip_count_from_a_condition_that_is_a_fusion():
     """As JAX 0.12 compiles, for GPUs, a loop of micro-batches whose collectives XLA moves."""
     text = _module(
