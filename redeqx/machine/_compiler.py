@@ -116,6 +116,9 @@ SETTINGS: dict[str, dict[str, bool | int | str]] = {
         "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": True,
         "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,
         "xla_tpu_prefer_async_allgather_to_allreduce": True,
+        # (4): the collectives of a layer wait in a queue. Else each starts when the one before is awaited, and of two needed
+        # one after the other the second is not hidden.
+        "xla_tpu_enable_sparse_core_offload_queuing_in_lhs": True,
     },
 }
 # The same for XLA before JAX 0.12, which rejects the names above.

@@ -136,10 +136,17 @@ class Compute:
         return mesh.devices.flat[0].platform in ("cuda", "gpu") and self.remat_level != "matmuls"
 
     def harmful_settings_on(self, mesh: Mesh) -> tuple[str, ...]:
-        """Returns options of `machine.SETTINGS` that would make this step slower on the devices of a mesh.
+        """Returns options of `machine.SETTINGS` that would make this step slower on the devices of a mesh, or too large.
 
         To start an all-gather an iteration early, XLA also repeats what it depends on. For a recomputed residual stream that
         is the sum after attention: 1.18 times the bytes instead of 1.10, and 2.6 GiB of temporaries instead of 2.0 (8
-        layers of LLaMA 3 8B's size, compiled for 8 H100 by jax 0.10.2; 2026-11-26)."""
-        is_recomputed = self.recomputes_products and self.splits_residual_on(mesh)
-        return ("xla_gpu_pipeline_all_gather",) if is_recomputed else ()
+        layers of LLaMA 3 8B's size, compiled for 8 H100 by jax 0.10.2; 2026-11-26).
+
+        A queue of collectives keeps all weights and gradients of a layer on the device. With `"offload"` memory is short:
+        Llama 3.1 70B on 32 v6e would need 31.4 of 31.2 GiB instead of 30.4 (libtpu 0.0.50; 2026-11-30)."""
+        harmful = []
+        if self.recomputes_products and self.splits_residual_on(mesh):
+            harmful.append("xla_gpu_pipeline_all_gather")
+        if self.remat_level == "offload":
+            harmful.append("xla_tpu_enable_sparse_core_offload_queuing_in_lhs")
+        return tuple(harmful)

@@ -84,6 +84,15 @@ def test_gathers_are_not_pipelined_where_that_repeats_sums():
     assert redeqx.Compute(remat="full", split_residual=False).harmful_settings_on(mesh) == ()
 
 
+@pytest.mark.usefixtures("compiler_accepts_all")
+def test_collectives_are_not_queued_where_memory_is_short():
+    """Weights and gradients of a whole layer would be on the device at once."""
+    name, mesh = "xla_tpu_enable_sparse_core_offload_queuing_in_lhs", mesh_of("tpu")
+    harmful = redeqx.Compute(remat="offload").harmful_settings_on(mesh)
+    assert xla_settings(mesh, "auto", harmful).options == {key: x for key, x in SETTINGS["tpu"].items() if key != name}
+    assert name in SETTINGS["tpu"] and redeqx.Compute(remat="full").harmful_settings_on(mesh) == ()
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("settings", [None, "auto"])
 def test_collectives_are_sent_behind_matmuls_on_tpus(settings):
