@@ -90,7 +90,8 @@ def batches(
 
     def needed_rows(i: int, step: Slice) -> np.ndarray:
         n = len(step.examples)
-        return np.arange(n) if collates_whole else np.unique(np.minimum(local_rows(cut_of(i, step), mesh), n - 1))
+        rows = np.arange(n) if collates_whole else local_rows(cut_of(i, step), mesh)
+        return rows if rows[-1] < n else np.unique(np.minimum(rows, n - 1))  # those of padding repeat the last one
 
     def begun(i: int, step: Slice) -> "_Step":
         rows = needed_rows(i, step)
