@@ -81,9 +81,20 @@ class RematLoops(Rule):
     measure: Measure | None = None
     by_value: bool = False
     saved: Sequence[Loop] = ()
+    # For one function: from a scan's equation and its site to the remat in which the body is computed.
+    remat_of: Callable[[Any, Site], Callable[..., Any]] | None = None
 
     def of(self, closed: Any) -> Rule | None:
-        return _RematLoops(partial(_saving, iter(self.saved)) if self.by_value else self._at_level)
+        if self.remat_of is not None:
+            return self
+        return replace(self, remat_of=partial(_saving, iter(self.saved)) if self.by_value else self._at_level)
+
+    def claims(self, eqn: Any) -> bool:
+        return is_scan_without_remat(eqn)
+
+    def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
+        assert self.remat_of is not None
+        return site.enter(eqn, ins, remat=self.remat_of(eqn, site))
 
     def _at_level(self, eqn: Any, site: Site) -> Callable[..., Any]:
         del site
@@ -108,7 +119,7 @@ def with_remats(fn: Callable[..., Any], rules: Sequence[Rule], saved: list[Loop]
         specs = [None] * len(jax.tree.leaves(state)) + [P(BATCH_AXES, SEQUENCE)] * len(jax.tree.leaves(batch))
         specs = [*measure.specs, *specs, *[None] * len(jax.tree.leaves(rest))]
         noted = list[Loop]()
-        noting = _RematLoops(_noting(replace(measure, specs=specs), noted))
+        noting = replace(own, remat_of=_noting(replace(measure, specs=specs), noted))
         under = [noting if rule is own else rule for rule in rules]
         jax.eval_shape(lambda *flat: interpret(traced, flat, under), *shapes_in(traced))
         chosen = saved_at(noted, own.level, measure.chip, has_host=measure.has_host) or ()
@@ -142,19 +153,6 @@ def _carries(scan: Any) -> range:
 
 
 # --- by value --------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class _RematLoops(Rule):
-    """Computes each scan in a remat, which a function of its equation and its site returns."""
-
-    remat_of: Callable[[Any, Site], Callable[..., Any]]
-
-    def claims(self, eqn: Any) -> bool:
-        return is_scan_without_remat(eqn)
-
-    def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
-        return site.enter(eqn, ins, remat=self.remat_of(eqn, site))
 
 
 def _saving(saved: Iterator[Loop], eqn: Any, site: Site) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ Cost: attention sends keys and values once a pass; slices, edges and recurrences
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.sharding import Mesh
@@ -51,25 +51,23 @@ class SplitPositions(Rule):
     inputs: Inputs
     of_loops: bool = False
     residual: SplitResidual | None = None
+    # For one function: its positions, and the variables that `residual` splits.
+    positions: Positions = field(default_factory=Positions, compare=False, repr=False)
+    left: Collection[Any] = field(default=(), compare=False, repr=False)
 
     def of(self, closed: Any) -> Rule | None:
         positions = positions_of(closed, self.inputs)
         if self.of_loops:
-            return _ArrangeLoops(positions, self.mesh) if positions.loops else None
-        left = frozenset[Any]() if self.residual is None else self.residual.residual(closed).split
-        return _SplitValues(positions, self.mesh, left) if positions.dims or positions.rows else None
-
-
-@dataclass(frozen=True, eq=False)
-class _SplitValues(Rule):
-    positions: Positions
-    mesh: Mesh
-    left: Collection[Any] = frozenset()  # variables that another rule splits
+            return replace(self, positions=positions) if positions.loops else None
+        left = () if self.residual is None else self.residual.residual(closed).split
+        return replace(self, positions=positions, left=left) if positions.dims or positions.rows else None
 
     def claims(self, eqn: Any) -> bool:
-        return any(self._splits(eqn))
+        return eqn in self.positions.loops if self.of_loops else any(self._splits(eqn))
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
+        if self.of_loops:
+            return self._arranged(eqn, ins, site)
         return [
             out if var in self.left else split_over(out, self.mesh, entries)
             for out, var, entries in zip(site.rest(eqn, ins), eqn.outvars, self._splits(eqn), strict=True)
@@ -104,12 +102,10 @@ class _SplitValues(Rule):
         size = var.aval.shape[dim]
         return size > 0 and size % self.mesh.shape[SEQUENCE] == 0
 
+    # --- loops along positions ---------------------------------------------------------------------------------------------
 
-class _ArrangeLoops(_SplitValues):
-    def claims(self, eqn: Any) -> bool:
-        return eqn in self.positions.loops
-
-    def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
+    def _arranged(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
+        """Returns the outputs of a loop along positions, with its slices and its outputs arranged."""
         first = sum(scan_counts(eqn))
         by_rows = any(self._by_rows(var) for var in eqn.invars[first:])
         slices = [

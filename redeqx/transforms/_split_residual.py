@@ -23,9 +23,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
 from ..dims import REDUCTIONS, VIEWS, Inputs, Positions, Related, is_elementwise, positions_of
 from ..machine import MODEL, SEQUENCE
@@ -46,7 +45,7 @@ from ..tracing import (
     scan_counts,
     variables,
 )
-from ._constrain import with_gradient
+from ._constrain import split_over, with_gradient
 from ._exchanged_rows import chosen_exchanges
 
 # Equations that, besides elementwise ones, leave the split of positions to XLA. Attention has a sharding of its own, and a
@@ -65,13 +64,11 @@ class Layout:
     features: int | None = None  # the dim that the model axis splits instead
     rows: int | None = None  # the dim that begins with rows, which XLA splits as before
 
-    def sharding(self, mesh: Mesh, n_dims: int) -> NamedSharding:
+    def constrain(self, x: Any, mesh: Mesh) -> Any:
         if self.is_split:
-            entries = [(SEQUENCE, MODEL) if dim == self.positions else P.UNCONSTRAINED for dim in range(n_dims)]
-        else:
-            of_dim = {self.features: MODEL, self.rows: P.UNCONSTRAINED, self.positions: SEQUENCE}
-            entries = [of_dim.get(dim) for dim in range(n_dims)]
-        return NamedSharding(mesh, P(*entries))
+            return split_over(x, mesh, {self.positions: (SEQUENCE, MODEL)})
+        axes = {self.features: MODEL, self.rows: P.UNCONSTRAINED, self.positions: SEQUENCE}
+        return split_over(x, mesh, axes, None)
 
 
 _Layouts = Mapping[Any, Mapping[int, Layout]]  # of some operands or outputs of equations, by their places
@@ -280,30 +277,25 @@ class SplitResidual(Rule):
     inputs: Inputs
     splits: tuple[int | None, ...]
     of_loops: bool = False
+    # For one function: its residual stream, and what was gathered: all readers of a value read one array, so that their
+    # gradients are summed before they are sent.
+    found: Residual = field(default_factory=Residual, compare=False, repr=False)
+    gathered: dict[int, tuple[Any, Any]] = field(default_factory=dict, compare=False, repr=False)
 
     def residual(self, closed: Any) -> Residual:
         """Returns the residual stream of a function in normal form."""
         return residual_of(closed, self.inputs, self.splits, self.mesh)
 
     def of(self, closed: Any) -> Rule | None:
-        residual = self.residual(closed)
-        return _Arrange(residual, self.mesh, self.of_loops) if residual.lengths else None
-
-
-@dataclass(frozen=True, eq=False)
-class _Arrange(Rule):
-    residual: Residual
-    mesh: Mesh
-    of_loops: bool
-    # What was gathered: all readers of a value read one array, so that their gradients are summed before they are sent.
-    gathered: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+        found = self.residual(closed)
+        return replace(self, found=found, gathered={}) if found.lengths else None
 
     def claims(self, eqn: Any) -> bool:
         is_loop = eqn.primitive.name == "scan"
-        return is_loop == self.of_loops and (eqn in self.residual.operands or eqn in self.residual.outputs)
+        return is_loop == self.of_loops and (eqn in self.found.operands or eqn in self.found.outputs)
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
-        before, after = self.residual.operands.get(eqn, {}), self.residual.outputs.get(eqn, {})
+        before, after = self.found.operands.get(eqn, {}), self.found.outputs.get(eqn, {})
         ins = [self.arrange(x, before[i]) if i in before else x for i, x in enumerate(ins)]
         is_sum = eqn.primitive.name in {*BY_WEIGHT, "gather"}
         outs = site.rest(eqn, ins)
@@ -312,20 +304,13 @@ class _Arrange(Rule):
     def arrange(self, x: Any, layout: Layout, *, is_sum: bool = False) -> Any:
         """Constrains a value. A tagged one, such as a weight, is left to its rule. Of a sum over the shards, each needs the
         gradient of all positions."""
-        if isinstance(x, Tagged):
-            return x
-        sharding = layout.sharding(self.mesh, x.ndim)
-        if layout.features is not None or (layout.is_split and not is_sum):
-            return jax.lax.with_sharding_constraint(x, sharding)
-        of_gradient = replace(layout, is_split=not layout.is_split).sharding(self.mesh, x.ndim)
+        constrain = partial(layout.constrain, mesh=self.mesh)
+        if isinstance(x, Tagged) or layout.features is not None or (layout.is_split and not is_sum):
+            return constrain(x)
+        other = replace(layout, is_split=not layout.is_split)
+        constrain = with_gradient(constrain, partial(other.constrain, mesh=self.mesh))
         if layout.is_split:
-            return _constrained(x, sharding, of_gradient)
+            return constrain(x)
         if id(x) not in self.gathered:  # keeps `x` alive: its id is the key
-            self.gathered[id(x)] = (x, _constrained(x, sharding, of_gradient))
+            self.gathered[id(x)] = (x, constrain(x))
         return self.gathered[id(x)][1]
-
-
-def _constrained(x: Any, sharding: NamedSharding, of_gradient: NamedSharding) -> Any:
-    """Constrains a value to one sharding, and its gradient to another."""
-    constrain = partial(jax.lax.with_sharding_constraint, shardings=sharding)
-    return with_gradient(constrain, partial(jax.lax.with_sharding_constraint, shardings=of_gradient))(x)
