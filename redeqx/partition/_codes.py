@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
 from .._quantised import Quantised, map_quantised
 from .._tree import PyTree
+from ..machine import n_shards
 from ..tracing import Trace
 from ._flow import Split
 
@@ -34,40 +35,25 @@ def unit_shape(weight: Quantised) -> tuple[int, ...]:
     return (*weight.codes.shape[:-1], weight.codes.shape[-1] if n == 1 else n)
 
 
-def by_blocks(split: Split, weight: Quantised, n_shards: int) -> Split:
-    """Returns the split of a weight, unless it would divide blocks."""
+def by_blocks(split: Split, weight: Quantised, n: int) -> Split:
+    """Returns the split of a weight over n shards, unless it would divide blocks."""
     shape = unit_shape(weight)
-    if split.dim != len(shape) - 1 or shape[-1] % n_shards == 0:
+    if split.dim != len(shape) - 1 or shape[-1] % n == 0:
         return split
-    return Split(None, f"replicated: {shape[-1]} blocks of codes do not divide over {n_shards} shards")
+    return Split(None, f"replicated: {shape[-1]} blocks of codes do not divide over {n} shards")
 
 
-def of_scales(spec: P, weight: Quantised) -> P:
-    """Returns the spec of a weight's scales, from that of its codes. One scale for a whole dim is replicated along it."""
-    return P(*(None if i == weight.ndim - 1 and weight.scales.shape[i] == 1 else entry for i, entry in enumerate(spec)))
-
-
-def expanded(leaves: Mapping[str, Any], quantised: Mapping[str, Quantised], n_parts: Any) -> dict[str, Any]:
-    """Returns the plans of leaves, with those of codes and scales in place of the weights that they stand for.
-
-    **Arguments:**
-
-    - `n_parts`: the number of distinct shards of a spec.
-    """
+def expanded(leaves: Mapping[str, Any], quantised: Mapping[str, Quantised], mesh: Mesh) -> dict[str, Any]:
+    """Returns the plans of leaves, with those of codes and scales in place of the weights that they stand for. One scale for
+    a whole dim is replicated along it."""
     found: dict[str, Any] = {}
     for name, leaf in leaves.items():
         if (weight := quantised.get(name)) is None:
             found[name] = leaf
             continue
-        spec = of_scales(leaf.spec, weight)
-        codes, scales = weight.codes, weight.scales
-        found[f"{name}.codes"] = replace(leaf, shape=tuple(codes.shape), dtype=codes.dtype)
-        found[f"{name}.scales"] = replace(
-            leaf,
-            shape=tuple(scales.shape),
-            dtype=scales.dtype,
-            spec=spec,
-            n_shards=n_parts(spec),
-            reason="follows its codes",
-        )
+        codes, scales = ({"shape": tuple(each.shape), "dtype": each.dtype} for each in (weight.codes, weight.scales))
+        *others, last = leaf.spec
+        spec, reason = P(*others, last if weight.scales.shape[-1] > 1 else None), "follows its codes"
+        found[f"{name}.codes"] = replace(leaf, **codes)
+        found[f"{name}.scales"] = replace(leaf, **scales, spec=spec, n_shards=n_shards(spec, mesh), reason=reason)
     return found

@@ -165,7 +165,9 @@ class Plan:
         does with rows, and warnings."""
         lines = aligned([("leaf", "shape", "split", "reason"), *self.rows()])
         lines.insert(1, "-" * max(map(len, lines)))
-        return "\n".join([*lines, self._totals(), *self._notes(), *(f"warning: {warning}" for warning in self.warnings)])
+        lines += [self._totals(), *([] if self.row_use == UNKNOWN else [f"rows: {self.row_use.text}"])]
+        lines += [f"positions: {'; '.join(self.positions)}"] if self.positions else []
+        return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
     def __str__(self) -> str:
         return self.explain()
@@ -180,10 +182,6 @@ class Plan:
     def _totals(self) -> str:
         total = f"{self.n_parameters:,} parameters, {size_text(self.n_bytes)}"
         return f"mesh {mesh_text(self.mesh.shape)}: {total}, {size_text(self.n_bytes_per_device)} a device"
-
-    def _notes(self) -> list[str]:
-        rows = [] if self.row_use == UNKNOWN else [f"rows: {self.row_use.text}"]
-        return [*rows, *([f"positions: {'; '.join(self.positions)}"] if self.positions else [])]
 
     def draw(self, path: str | Path, *, where: str = "*") -> Path:
         """Draws each array as a rectangle, divided where mesh axes split it, in a row for each layer. Returns the path.
@@ -277,7 +275,7 @@ def make_plan(
         spec, reason = chosen[name] if name in chosen else _spec(units, size, n_stacked, split, mesh)
         n_parts, is_stored = n_shards(spec, mesh), is_stored and split.dim is not None and mesh.shape[MODEL] > 1
         planned[name] = LeafPlan(shape, leaf.dtype, spec, reason, n_parts, kind=kinds[name], is_stored_split=is_stored)
-    planned = expanded(planned, quantised, lambda spec: n_shards(spec, mesh))
+    planned = expanded(planned, quantised, mesh)
     warnings: list[str] = []
     if math.prod(mesh.shape[axis] for axis in (MODEL, *STORAGE_AXES)) > 1:
         replicated_leaves = {name: leaf for name, leaf in planned.items() if leaf.n_shards == 1 and name not in chosen}
