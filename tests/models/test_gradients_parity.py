@@ -8,12 +8,10 @@ pytest.importorskip("transformers")
 
 import equinox as eqx
 import jax
-from safetensors.numpy import load_file
 
 import redeqx
 from redeqx.models import from_pretrained
-from redeqx.models.hf._save import to_disk
-from tests.models.families._case import assert_equal, call_rows, collect, torch_folder, weights_file
+from tests.models.families._case import assert_equal, call_rows, collect, gradients, torch_folder
 
 # torch and its libraries emit deprecation warnings.
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
@@ -43,35 +41,13 @@ def test_outputs_on_a_mesh(case, folder_of):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.gradients], ids=lambda case: case.name)
 def test_gradients(case, folder_of, tmp_path):
-    """Gradients of a loss with a different weight for each output, for every tensor on disk."""
-    import torch
-
-    folder, _, expected = folder_of(case)
-    module = torch_folder(case, tmp_path / "torch")
-    weights = np.random.default_rng(1).normal(size=expected.shape).astype(np.float32)
-    module.zero_grad()
-    (case.run(module, case.inputs) * torch.tensor(weights)).sum().backward()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-        for buffer in module.buffers():  # they are not trained; our leaves for them have no gradient
-            buffer.zero_()
-    # Saved as if they were weights, since only files have common names.
-    module.save_pretrained(tmp_path / "gradients")
-    theirs = load_file(weights_file(tmp_path / "gradients"))
-
+    """For every tensor on disk."""
+    folder, _, _ = folder_of(case)
     model, config = from_pretrained(folder)
-    model = eqx.nn.inference_mode(model)
-
-    @eqx.filter_jit
-    @eqx.filter_grad
-    def gradient(model):
-        return (call_rows(case, model, case.inputs) * weights).sum()
-
-    grads = gradient(model)
-    ours = to_disk(eqx.combine(grads, model), type(model).weight_map(config))
-    scale = max(np.abs(tensor).max() for tensor in theirs.values())
-    for name, tensor in ours.items():
-        error = np.linalg.norm(np.asarray(tensor) - theirs[name])
+    found = gradients(
+        case, torch_folder(case, tmp_path / "torch"), model, type(model).weight_map(config), tmp_path / "found"
+    )
+    scale = max(np.abs(theirs).max() for theirs, _ in found.values())
+    for name, (theirs, ours) in found.items():
         # A gradient that is zero in exact arithmetic is only rounding error.
-        assert error < 1e-3 * np.linalg.norm(theirs[name]) + 1e-6 * scale, name
+        assert np.linalg.norm(ours - theirs) < 1e-3 * np.linalg.norm(theirs) + 1e-6 * scale, name

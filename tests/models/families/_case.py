@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from tests._tree import drawn
 
@@ -133,6 +133,58 @@ def random_model(cls: Any, config: Any, *, std: float = 0.3) -> Any:
 def in_float64(model: Any) -> Any:
     """Returns `model` in float64; requires `jax.enable_x64`."""
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float64) if eqx.is_inexact_array(leaf) else leaf, model)
+
+
+# --- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def gradients(
+    case: Case, module: Any, model: Any, weight_map: Any, folder: Path
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Returns the gradients of the torch module and of our model, for each tensor on disk: those of the cross entropy of the
+    outputs and random labels, and of the outputs times random weights, as a cross entropy does not change with their mean.
+
+    **Arguments:**
+
+    - `module`: the torch module with the same weights, whose parameters become their gradients.
+    - `folder`: an empty one.
+    """
+    import torch
+
+    from redeqx.models import cross_entropy  # here, as conftest.py imports this file before annotations are checked
+    from redeqx.models.hf._save import to_disk
+
+    for part in module.modules():  # our rows of padding have gradients, too
+        if isinstance(part, torch.nn.Embedding):
+            part.padding_idx = None
+    outputs = case.run(module, case.inputs)
+    rng = np.random.default_rng(1)
+    labels = rng.integers(0, outputs.shape[-1], outputs.shape[:-1])
+    weights = rng.normal(size=outputs.shape).astype(np.float32)
+    if case.counts is not None:
+        counts = case.counts.reshape(case.counts.shape + (1,) * (outputs.ndim - case.counts.ndim))
+        labels, weights = np.where(counts[..., 0], labels, -100), np.where(counts, weights, 0)
+    rows = outputs.reshape(-1, outputs.shape[-1])
+    entropy = torch.nn.functional.cross_entropy(rows, torch.tensor(labels.ravel()), reduction="sum")
+    module.zero_grad()
+    (entropy + (outputs * torch.tensor(weights)).sum()).backward()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        for buffer in module.buffers():  # they are not trained; our leaves for them have no gradient
+            buffer.zero_()
+    module.save_pretrained(folder)  # as if they were weights, since only files have common names
+
+    @eqx.filter_jit
+    @eqx.filter_grad
+    def gradient(model: Any) -> Any:
+        outputs = call_rows(case, model, case.inputs)
+        return cross_entropy(outputs, jnp.asarray(labels)).total + (outputs * weights).sum()
+
+    model = eqx.nn.inference_mode(model)
+    ours = to_disk(eqx.combine(gradient(model), model), weight_map)
+    theirs = {weight_map.current(name): tensor for name, tensor in load_file(weights_file(folder)).items()}
+    return {name: (theirs[name], np.asarray(tensor)) for name, tensor in ours.items()}
 
 
 # --- calls --------------------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
-"""Random configs of every tiny model, against `transformers`: equal outputs, or an error that names the key.
+"""Random configs of every tiny model, against `transformers`: equal outputs and gradients, or an error that names it.
 
     python -m tests.models.families._random 1000 [SEED] [NAME ...]
 
-takes about a second for each on a quiet machine, prints what it found for each case, and fails for any outputs that differ
-without an error, also of the folder that we write. Slow models are drawn if they are named. It needs the `parity` extra, and
-is run by hand: transformers changes which values of a config it accepts.
+takes about two seconds for each on a quiet machine, prints what it found for each case, and fails for any that differ
+without an error, also for outputs of the folder that we write. Slow models are drawn if they are named. It needs the
+`parity` extra, and is run by hand: transformers changes which values of a config it accepts.
 """
 
 import collections
@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from redeqx.models import from_pretrained, save_pretrained
-from tests.models.families._case import Case, collect, outputs, torch_folder
+from tests.models.families._case import Case, collect, gradients, outputs, torch_folder
 
 ACTIVATIONS = ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "quick_gelu", "tanh", "relu2", "gelu_fast", "mish"]
 EPS = [1e-6, 1e-5, 1e-2]
@@ -67,6 +67,8 @@ SHARED: list[tuple[str, list[Any]]] = [
     ("topk_group num_experts_per_tok first_k_dense_replace decoder_sparse_step", [0, 1, 2, 3]),
     ("n_shared_experts moe_layer_freq global_attn_every_n_layers", [1, 2]),
     ("rotary_dim head_dim", [4, 6, 8]),
+    ("time_step_rank mamba_dt_rank mamba_expand expand", ["auto", 1, 5]),
+    ("attn_layer_period attn_layer_offset expert_layer_period expert_layer_offset", [0, 1, 2, 3]),
     ("mamba_n_groups n_groups mamba_d_conv conv_kernel", [1, 2, 3]),
     ("mamba_d_state ssm_state_size state_size moe_shared_expert_intermediate_size", [4, 8]),
     ("sliding_window window_size local_attention max_window_layers", [None, 1, 2, 4, 100]),
@@ -247,6 +249,11 @@ def compare(case: Case, folder: Path) -> str:
             return f"shape of {name}: {got.shape}, not {expected.shape}"
         if not (worst := np.abs(got - expected)[counts].max()) < limit:
             return f"{name} differs by {worst:.2g}"
+    found = gradients(case, module, model, type(model).weight_map(config), folder / "gradients")
+    scale = max(np.abs(theirs).max() for theirs, _ in found.values())
+    for name, (theirs, ours) in found.items():
+        if not np.linalg.norm(ours - theirs) < 1e-3 * np.linalg.norm(theirs) + 1e-5 * max(1.0, scale):
+            return f"the gradient of {name} differs by {np.abs(ours - theirs).max():.2g} of {np.abs(theirs).max():.2g}"
     return "equal"
 
 
