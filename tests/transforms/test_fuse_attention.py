@@ -315,7 +315,7 @@ def straight_through(scores):
 
 straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), tangents[0]))
 straight_through_jax = jax.custom_jvp(jax.nn.softmax, nondiff_argnums=(1,))  # a function of JAX, but not its derivative
-straight_through_jax.defjvp(lambda axis, primals, tangents: (jax.nn.softmax(*primals, axis), tangents[0]))
+straight_through_jax.defjvp(lambda axis, primals, tangents: (jax.nn.softmax(primals[0], axis), tangents[0]))
 
 
 def of_own_softmax(q, k, v, softmax=straight_through):
