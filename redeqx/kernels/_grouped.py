@@ -99,6 +99,16 @@ def _define_jvp(primitive: Any) -> None:
         return primitive.bind(a, tangent, sizes, **params)
 
     ad.defjvp(primitive, of_first, of_second, None)
+    of_all = ad.primitive_jvps[primitive]
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        if not any(type(tangent) is ad.Zero for tangent in tangents[:2]):
+            # So that XLA computes both gradients before it uses one of them. Else it may leave those of the matrices for
+            # later, with all rows in memory: on TPUs to the end of a layer.
+            tangents = (*jax.lax.optimization_barrier(tuple(tangents[:2])), tangents[2])
+        return of_all(primals, tangents, **params)
+
+    ad.primitive_jvps[primitive] = jvp
 
 
 def _transpose_matmul(g: Any, x: Any, weights: Any, sizes: Any, *, setting: GroupedSetting) -> Any:

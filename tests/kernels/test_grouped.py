@@ -185,6 +185,17 @@ def test_eight_devices_multiply_the_rows_of_one(seed):
     assert eight.max() <= 1.5 * one.sum() / 8 + 2
 
 
+def test_both_gradients_are_computed_before_one_is_used(operands):
+    """Rows are then not kept for the gradient of the matrices, while what is before the product is computed."""
+    sizes = jnp.array(SIZES["skewed"])
+    loss = lambda x, weights: jnp.sum(jnp.sin(grouped_matmul(jnp.sin(x), weights, sizes)))  # noqa: E731
+    eqns = jax.make_jaxpr(jax.grad(loss, (0, 1)))(*operands).jaxpr.eqns
+    made = {var: eqn.primitive for eqn in eqns for var in eqn.outvars}
+    (barrier,) = [eqn for eqn in eqns if eqn.primitive.name == "optimization_barrier"]
+    assert [made[var] for var in barrier.invars] == [grouped_matmul_p, grouped_gradient_p]
+    assert "optimization_barrier" not in str(jax.make_jaxpr(jax.grad(loss))(*operands))  # nothing is to be waited for
+
+
 # --- several devices -----------------------------------------------------------------------------------------------------
 
 
