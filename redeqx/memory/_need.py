@@ -121,8 +121,11 @@ def sizes_of(compiled: Any) -> dict[str, Any]:
     }
 
 
-# The TPU compiler's two error messages: from before memory assignment, and from a failed assignment.
-_OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM|Exceeded hbm capacity by ([\d.]+)([KMGT]?)")
+# The TPU compiler's two error messages: from before memory assignment, and from a failed assignment. What does not fit into
+# the host's memory counts as too much for the device, which would have to keep it.
+_OUT_OF_MEMORY = re.compile(
+    r"\(([\d.]+)([KMGT]?)\) exceeds available HBM|Exceeded (?:hbm|host) capacity by ([\d.]+)([KMGT]?)"
+)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 

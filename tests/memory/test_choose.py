@@ -229,6 +229,7 @@ def test_a_step_that_the_compiler_refuses_does_not_fit():
 
     text = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 4K of 1K hbm. Exceeded hbm capacity by 3K"
     assert tried(text) == Tried(OWN, 1000 + 3 * 2**10, 0, fits=False, is_refused=True)
+    assert tried(text.replace("hbm", "host")) == tried(text)
     assert tried("RESOURCE_EXHAUSTED: the program (2.0K) exceeds available HBM").needs == 2**11
     with pytest.raises(jax.errors.JaxRuntimeError, match="UNIMPLEMENTED"):
         tried("UNIMPLEMENTED: no such operation")
