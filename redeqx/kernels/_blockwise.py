@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from .._rounding import at_least_float32
-from ._setting import MASK_VALUE, AttentionSetting, make_mask
+from ._setting import MASK_VALUE, NO_WEIGHTS, AttentionSetting, make_mask
 from ._shared import blocks_of, joined
 
 BLOCK_SIZE = 256  # the largest number of queries in a block
@@ -185,7 +185,8 @@ def _scan_blocks(
     size = -(-n_queries // n_blocks)
     blocks: Operands = {"rows": _positions(offset, n_blocks * size).reshape(n_blocks, size)}
     for name in (name for name in operands if name not in shared):  # in their order: all processes need the same program
-        blocks[name] = blocks_of(operands[name], size, _QUERY_DIM[name])
+        value = NO_WEIGHTS if name == "log_sum" else 0
+        blocks[name] = blocks_of(operands[name], size, _QUERY_DIM[name], value)
     sums, outs = jax.lax.scan(lambda sums, block: fn(sums, {**shared, **block}), sums, blocks)
     return sums, {name: joined(x, n_queries, _QUERY_DIM[name]) for name, x in outs.items()}
 

@@ -27,6 +27,16 @@ def map_queries(extras: Operands, fn: Callable[[Any, int], Any]) -> Operands:
     return {name: fn(x, dims[name]) if name in dims else x for name, x in extras.items()}
 
 
+def of_columns(extras: Operands, first: Any, n: int) -> Operands:
+    """Returns the optional operands of `n` keys, from the `first` on."""
+    take = partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=n, axis=-1)
+    of_keys: dict[str, Callable[[Any], Any]] = {
+        **dict.fromkeys(("bias", "mask", "key_segments"), take),
+        "lengths": lambda x: jnp.clip(x - first, 0, n),
+    }
+    return {name: of_keys[name](x) if name in of_keys else x for name, x in extras.items()}
+
+
 def halo(setting: AttentionSetting, n_queries: int, n_keys: int) -> tuple[int, int] | None:
     """Returns how many keys of the devices before and after it a device needs; None if it needs those of more devices.
 
@@ -85,12 +95,7 @@ class Chunk:
 
     def extras(self, extras: Operands) -> Operands:
         """Returns the optional operands of these queries and keys."""
-        first, last = self.columns.start, self.columns.stop
-        of_keys: dict[str, Callable[[Any], Any]] = {
-            **dict.fromkeys(("bias", "mask", "key_segments"), lambda x: x[..., self.columns]),
-            "lengths": lambda x: jnp.clip(x - first, 0, last - first),
-        }
-        out = {name: of_keys[name](x) if name in of_keys else x for name, x in extras.items()}
+        out = of_columns(extras, self.columns.start, self.columns.stop - self.columns.start)
         return map_queries(out, self.queries)
 
 
@@ -130,7 +135,7 @@ class Layout:
     # --- on a device --------------------------------------------------------------------------------------------------
 
     @property
-    def _drops_keys(self) -> bool:
+    def drops_keys(self) -> bool:
         """Whether a chunk reads only some keys. With dropout it reads all, so that the same weights are dropped."""
         return not self.setting.dropout and (self.setting.causal or self.setting.window is not None)
 
@@ -138,11 +143,11 @@ class Layout:
     def may_lack_keys(self) -> bool:
         """Whether a query may attend to the mean of all keys, most of which its device may not have."""
         has_mask = bool({"mask", "lengths", "query_segments"} & set(self.setting.names))
-        return (has_mask and self.setting.in_ring) or (self._drops_keys and (has_mask or self.n_queries > self.n_keys))
+        return (has_mask and self.setting.in_ring) or (self.drops_keys and (has_mask or self.n_queries > self.n_keys))
 
     def on_each_device(self, fn: Callable[..., Any], *operands: Any) -> Any:
         """Calls `fn(index, *operands)` with this device's index along the axis, which is static."""
-        if not self._drops_keys and not self.setting.dropout:  # all devices do the same
+        if not self.drops_keys and not self.setting.dropout:  # all devices do the same
             return fn(0, *operands)
         return jax.lax.switch(jax.lax.axis_index(self.axis), [partial(fn, i) for i in range(self.n)], *operands)
 
@@ -165,7 +170,7 @@ class Layout:
     def _columns(self, start: int, size: int) -> slice:
         """Returns the positions of the keys that queries from `start` on may attend to; at least one."""
         before, after = self.n_keys + start, self.n_keys
-        if self._drops_keys:
+        if self.drops_keys:
             if self.setting.window is not None:
                 before, after = _reach(self.setting)
             after = 0 if self.setting.causal else after
@@ -211,3 +216,7 @@ class Layout:
             pairs = [(i, min(chunk := 2 * i + odd, 2 * self.n - 1 - chunk)) for i in range(self.n)]
             received.append(jax.lax.ppermute(half, self.axis, [(b, a) for a, b in pairs] if back else pairs))
         return jnp.concatenate(received, dim)
+
+    def exchange_keys(self, *xs: Any, back: bool = False) -> list[Any]:
+        """Exchanges keys and values like queries if they travel in a ring."""
+        return [self.exchange(x, 1, back=back) if self.setting.in_ring else x for x in xs]

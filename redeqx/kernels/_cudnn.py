@@ -158,6 +158,8 @@ def unsupported_reason(setting: AttentionSetting, q: Any, k: Any, v: Any, extras
         return "its dropout takes no key"
     if setting.window is not None and not setting.causal:
         return "its window covers only keys before the query"
+    if setting.window is not None and setting.in_ring and not {"bias", "mask", "query_segments"} & set(extras):
+        return "in a ring its window would be a mask"
     if setting.splits_positions and setting.causal:
         n_queries, n = q.shape[1], 2 * setting.n_shards(1)
         if n_queries != k.shape[1] or n_queries % n:

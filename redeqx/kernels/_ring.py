@@ -3,37 +3,41 @@
 Each device attends with its own queries to the keys that it has just then, while it sends them on. The log-sum-exps merge
 the parts; in the backward pass each part takes the output and the log-sum-exps of the whole, and the gradients of keys
 and values travel with them, in float32. With a causal mask each device has two chunks of positions, as in `_chunks.py`, so
-that in each round all devices have the same work. The program is the same for any number of devices. Segments of all keys
-are on each device, and chunks without a common one are not computed.
+that in each round all devices have the same work. The program is the same for any number of devices.
+
+What a chunk of queries sees of a chunk of keys depends on their distance: nothing, all keys, or what the kernel masks, each
+of which is a branch. With a window, keys travel no further than it reaches. Chunks are not computed either if their keys
+are behind all lengths, or have no segment of the queries.
 
 Source: Ring Attention, arXiv:2310.01889; the order of the chunks is that of zigzag ring attention.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._rounding import at_least_float32
-from ._chunks import Layout
+from ._chunks import Layout, map_queries, of_columns
 from ._dense import may_meet, span
 from ._offset import merge
-from ._setting import MASK_VALUE
+from ._setting import MASK_VALUE, NO_WEIGHTS, AttentionSetting
 
 Operands = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Ring:
-    """The passes of an attention on one device, inside `jax.shard_map`. They take and return its own parts.
+    """The passes of an attention on one device, inside `jax.shard_map`. They take its chunks, and return results for them.
 
     **Arguments:**
 
     - `kernel`: what computes a chunk of queries with a chunk of keys, such as `_blockwise`.
-    - `layout`: which positions this device has.
+    - `layout`: which positions this device has. There are as many queries as keys if their distance matters.
     """
 
     kernel: Any
@@ -41,74 +45,92 @@ class Ring:
 
     def forward(self, q: Any, k: Any, v: Any, extras: Operands) -> tuple[Any, Any]:
         """Returns the output `[B, T, N, H]` and the log-sum-exps `[B, N, T]`."""
-        dtype, exchange, segments = at_least_float32(q.dtype), self.layout.exchange, self._segments(extras)
-        queries = self._split(exchange(q, 1))
+        dtype, queries = at_least_float32(q.dtype), self._split(q)
 
-        def attend(chunk: int, setting: Any, extras: Operands, k: Any, v: Any, done: tuple[Any, Any]) -> tuple[Any, Any]:
-            out, log_sum = self.kernel.forward(setting, queries[chunk], k, v, extras)
-            return merge([done, (out.astype(dtype), log_sum)])
-
-        def visit(carry: Any, i: Any) -> list[Any]:
-            """Adds the keys and values that this device has in a round to the outputs."""
-            done, kv = list(carry[0]), carry[1]
-            for key_chunk, (k, v) in enumerate(zip(*map(self._split, kv), strict=True)):
-                for chunk in range(len(done)):
-                    fn, place = partial(attend, chunk), (self._source(i), chunk, key_chunk)
-                    done[chunk] = self._if_visible(*place, segments, fn, k, v, unchanged=done[chunk])
-            return done
-
-        def step(carry: Any, i: Any) -> tuple[Any, None]:
-            return (visit(carry, i), self._send(carry[1])), None
+        def attend(chunk: int, pair: _Pair, done: Any, sums: Any, k: Any, v: Any) -> tuple[Any, Any]:
+            out, log_sum = self.kernel.forward(pair.setting, queries[chunk], k, v, pair.extras)
+            parts = [done, (pair.of_rows(out.astype(dtype), 0), pair.of_rows(log_sum, MASK_VALUE))]
+            return merge(parts), sums
 
         start = []
         for x in queries:
             shape = (*x.shape[:-1], v.shape[-1])
             start.append((jnp.zeros(shape, dtype), jnp.full((shape[0], shape[2], shape[1]), MASK_VALUE, dtype)))
-        last = self.layout.n - 1
-        carry, _ = jax.lax.scan(step, (start, [exchange(k, 1), exchange(v, 1)]), jnp.arange(last))
-        outs, log_sums = zip(*visit(carry, last), strict=True)
-        out, log_sum = jnp.concatenate(outs, 1).astype(q.dtype), jnp.concatenate(log_sums, 2)
-        return exchange(out, 1, back=True), exchange(log_sum, 2, back=True)
+        outs, log_sums = zip(*self._go_round(attend, start, [], [k, v], self._of_chunks(extras))[0], strict=True)
+        return jnp.concatenate(outs, 1).astype(q.dtype), jnp.concatenate(log_sums, 2)
 
     def backward(self, q: Any, k: Any, v: Any, extras: Operands, out: Any, log_sum: Any, g: Any) -> list[Any]:
-        """Returns the gradients of queries, keys and values."""
-        exchange, segments = self.layout.exchange, self._segments(extras)
-        results = [self._split(exchange(x, dim), dim) for x, dim in ((q, 1), (out, 1), (log_sum, 2), (g, 1))]
+        """Returns the gradients of queries, keys, values and, if there is one, the bias."""
+        queries, outs, log_sums, gs = (self._split(x, dim) for x, dim in ((q, 1), (out, 1), (log_sum, 2), (g, 1)))
 
-        def differentiate(chunk: int, setting: Any, extras: Operands, k: Any, v: Any, done: list[Any]) -> list[Any]:
-            q, *others = (each[chunk] for each in results)
-            grads = self.kernel.backward(setting, q, k, v, extras, *others)
-            return [total + x.astype(total.dtype) for total, x in zip(done, grads, strict=True)]
+        def differentiate(chunk: int, pair: _Pair, done: Any, sums: Any, k: Any, v: Any) -> tuple[Any, Any]:
+            results = outs[chunk], pair.of_rows(log_sums[chunk], NO_WEIGHTS), pair.of_rows(gs[chunk], 0)
+            dq, dk, dv, *d_bias = self.kernel.backward(pair.setting, queries[chunk], k, v, pair.extras, *results)
+            new = [done[0] + dq, *(pair.add_columns(total, x) for total, x in zip(done[1:], d_bias, strict=True))]
+            return new, [total + x for total, x in zip(sums, (dk, dv), strict=True)]
+
+        chunks = self._of_chunks(extras)
+        start = [
+            [_zeros(q), *(_zeros(x[name]) for name in x if name == "bias")] for q, x in zip(queries, chunks, strict=True)
+        ]
+        done, d_kv = self._go_round(differentiate, start, [_zeros(k), _zeros(v)], [k, v], chunks)
+        dqs, *d_biases = zip(*done, strict=True)
+        grads = [jnp.concatenate(dqs, 1), *d_kv]
+        grads += [jnp.concatenate(xs, 2) if extras["bias"].shape[2] > 1 else sum(xs) for xs in d_biases]
+        likes = [q, k, v, *(extras[name] for name in extras if name == "bias")]
+        return [x.astype(like.dtype) for x, like in zip(grads, likes, strict=True)]
+
+    def _go_round(
+        self, fn: Callable[..., Any], done: list[Any], sums: list[Any], kv: list[Any], extras: list[Operands]
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns what `fn` makes of each chunk of queries, and the sums that belong to this device's keys.
+
+        **Arguments:**
+
+        - `fn`: `fn(chunk, pair, done, sums, k, v) -> done, sums`, of a chunk of queries and one of keys.
+        - `done`: the initial result of each chunk of queries, which stays on the device.
+        - `sums`: the initial sums for each key, in which all devices add: zeros.
+        - `extras`: the optional operands of each chunk of queries.
+        """
+        rounds = self._rounds()
+        kv = [self._send(x, rounds.start) for x in kv]
 
         def visit(carry: Any, i: Any) -> tuple[list[Any], list[Any]]:
-            """Adds to the gradients of the queries, and to those of the keys and values that this device has in a round."""
-            dqs, kv, sums = carry
-            dqs, d_chunks = list(dqs), []
+            """Adds the pairs of chunks of round `i`. The sums of the rounds before travel meanwhile."""
+            done, kv, sums = list(carry[0]), carry[1], carry[2]
+            source, parts = (jax.lax.axis_index(self.layout.axis) - i) % self.layout.n, []
             for key_chunk, (k, v) in enumerate(zip(*map(self._split, kv), strict=True)):
-                d_kv = [_zeros(k), _zeros(v)]
-                for chunk in range(len(dqs)):
-                    fn, place = partial(differentiate, chunk), (self._source(i), chunk, key_chunk)
-                    done = [dqs[chunk], *d_kv]
-                    dqs[chunk], *d_kv = self._if_visible(*place, segments, fn, k, v, unchanged=done)
-                d_chunks.append(d_kv)
-            d_kv = [jnp.concatenate(xs, 1) for xs in zip(*d_chunks, strict=True)]
-            return dqs, [total + x for total, x in zip(self._send(sums), d_kv, strict=True)]
+                part = [_zeros(x) for x in (k, v)[: len(sums)]]
+                for chunk in range(len(done)):
+                    pair = self._index(jax.lax.axis_index(self.layout.axis), chunk), self._index(source, key_chunk)
+                    call = partial(fn, chunk)
+                    done[chunk], part = self._if_visible(call, *pair, extras[chunk], done[chunk], part, k, v)
+                parts.append(part)
+            new = [jnp.concatenate(xs, 1) for xs in zip(*parts, strict=True)]
+            return done, [self._send(total, 1) + x for total, x in zip(sums, new, strict=True)]
 
         def step(carry: Any, i: Any) -> tuple[Any, None]:
-            dqs, sums = visit(carry, i)
-            return (dqs, self._send(carry[1]), sums), None
+            done, sums = visit(carry, i)
+            return (done, [self._send(x, 1) for x in carry[1]], sums), None
 
-        kv, last = [exchange(k, 1), exchange(v, 1)], self.layout.n - 1
-        start = [_zeros(x) for x in results[0]], kv, [_zeros(x) for x in kv]
-        dqs, sums = visit(jax.lax.scan(step, start, jnp.arange(last))[0], last)
-        grads = [jnp.concatenate(dqs, 1), *self._send(sums)]
-        return [exchange(x.astype(like.dtype), 1, back=True) for x, like in zip(grads, (q, k, v), strict=True)]
+        carry, _ = jax.lax.scan(step, (done, kv, sums), jnp.arange(rounds.start, rounds.stop - 1))
+        done, sums = visit(carry, rounds.stop - 1)
+        return done, [self._send(x, 1 - rounds.stop) for x in sums]
+
+    def _send(self, x: Any, by: int) -> Any:
+        """Sends an array to the device that is `by` places further, and returns that of the one as many before."""
+        n = self.layout.n
+        return jax.lax.ppermute(x, self.layout.axis, [(i, (i + by) % n) for i in range(n)]) if by % n else x
 
     # --- chunks -------------------------------------------------------------------------------------------------------
 
     def _split(self, x: Any, dim: int = 1) -> list[Any]:
         """Returns the chunks of a device's positions."""
         return jnp.split(x, 2, dim) if self.layout.is_zigzag else [x]
+
+    def _of_chunks(self, extras: Operands) -> list[Operands]:
+        """Returns the optional operands of each chunk of queries."""
+        return [map_queries(extras, lambda x, dim, i=i: self._split(x, dim)[i]) for i in range(1 + self.layout.is_zigzag)]
 
     def _index(self, device: Any, chunk: int) -> Any:
         """Returns which of all chunks a device has as its first, or second; of a pair, the even one is the first."""
@@ -118,47 +140,89 @@ class Ring:
         even = jnp.where(device % 2 == 0, device, last - device)
         return last - even if chunk else even
 
-    def _segments(self, extras: Operands) -> tuple[list[Any], Any] | None:
-        """Returns the segments of this device's chunks of queries, and those of all keys; None if there are none."""
-        if not extras:
+    def _rounds(self) -> range:
+        """Returns the rounds: in round `i`, a device has the keys of the `i`-th device before it."""
+        setting, n = self.layout.setting, self.layout.n
+        if setting.window is None:
+            return range(n)
+        reach = -(-(setting.window - 1) * n // self.layout.n_queries)
+        rounds = range(0 if setting.causal else -reach, reach + 1)
+        return rounds if len(rounds) < n else range(n)
+
+    def _seen(self, distance: int, size: int) -> AttentionSetting | None:
+        """Returns the setting of a chunk of queries which is so many chunks after one of keys; None if it sees no key."""
+        setting, nearest, furthest = self.layout.setting, (distance - 1) * size + 1, (distance + 1) * size - 1
+        causal, window = setting.causal, setting.window
+        if (causal and furthest < 0) or (window is not None and (nearest >= window or furthest <= -window)):
             return None
-        return self._split(self.layout.exchange(extras["query_segments"], 1)), extras["key_segments"]
+        if window is not None and furthest < window and (causal or nearest > -window):
+            window = None
+        causal = causal and (nearest < 0 or window is not None)
+        is_masked = causal or window is not None
+        return replace(setting, causal=causal, window=window, offset=distance * size if is_masked else 0)
 
     def _if_visible(
-        self, source: Any, chunk: int, key_chunk: int, segments: Any, fn: Callable[..., Any], *kv: Any, unchanged: Any
-    ) -> Any:
-        """Returns `fn(setting, extras, *kv, unchanged)`, or `unchanged` if this chunk of queries comes before these keys, or
-        has no segment of theirs.
+        self, fn: Callable[..., Any], chunk: Any, key_chunk: Any, extras: Operands, done: Any, sums: Any, k: Any, v: Any
+    ) -> tuple[Any, Any]:
+        """Returns `fn(pair, done, sums, k, v)`, or `done` and `sums` if these queries see none of the keys."""
+        size, last = k.shape[1], self.layout.n * (1 + self.layout.is_zigzag) - 1
+        settings: list[Any] = [None]  # the first branch computes nothing
+        branches = []
+        for distance in range(-last, last + 1) if self.layout.drops_keys else [0]:
+            setting = self._seen(distance, size)
+            settings += [] if setting in settings else [setting]
+            branches.append(settings.index(setting))
+        branch: Any = jnp.asarray(np.array(branches))[chunk - key_chunk + last] if self.layout.drops_keys else 1
+        start = key_chunk * size
+        if "lengths" in extras:
+            branch = jnp.where(jnp.any(extras["lengths"] > start), branch, 0)
+        if "query_segments" in extras:
+            of_keys = jax.lax.dynamic_slice_in_dim(extras["key_segments"], start, size, 1)
+            branch = jnp.where(may_meet(span(extras["query_segments"]), span(of_keys)), branch, 0)
 
-        **Arguments:**
+        def compute(setting: Any, done: Any, sums: Any, k: Any, v: Any) -> tuple[Any, Any]:
+            return fn(_Pair(setting, extras, start, size), done, sums, k, v)
 
-        - `source`: the device whose keys these are.
-        """
-        setting, extras, keys = replace(self.layout.setting, causal=False), {}, self._index(source, key_chunk)
-        order: Any = 1  # after the keys
-        if self.layout.setting.causal:
-            order = jnp.sign(self._index(jax.lax.axis_index(self.layout.axis), chunk) - keys)
-        if segments is not None:
-            size = kv[0].shape[1]
-            of_queries, of_keys = segments[0][chunk], jax.lax.dynamic_slice_in_dim(segments[1], keys * size, size, 1)
-            extras = {"query_segments": of_queries, "key_segments": of_keys}
-            order = jnp.where(may_meet(span(of_queries), span(of_keys)), order, -1)
-        elif not self.layout.setting.causal:
-            return fn(setting, extras, *kv, unchanged)
-        before, after = (lambda *operands: operands[-1]), partial(fn, setting, extras)
-        same = partial(fn, self.layout.setting, extras)
-        return jax.lax.switch(order + 1, [before, same, after], *kv, unchanged)
+        def unchanged(done: Any, sums: Any, *_: Any) -> tuple[Any, Any]:
+            return done, sums
 
-    # --- between devices ----------------------------------------------------------------------------------------------
+        fns = [unchanged, *(partial(compute, setting) for setting in settings[1:])]
+        if isinstance(branch, int):
+            return fns[branch](done, sums, k, v)
+        return jax.lax.switch(branch, fns, done, sums, k, v)
 
-    def _source(self, i: Any) -> Any:
-        """Returns the device whose keys this one has in round `i`."""
-        return (jax.lax.axis_index(self.layout.axis) - i) % self.layout.n
 
-    def _send(self, xs: Sequence[Any]) -> list[Any]:
-        """Sends arrays to the next device, and returns those of the one before."""
-        pairs = [(i, (i + 1) % self.layout.n) for i in range(self.layout.n)]
-        return [jax.lax.ppermute(x, self.layout.axis, pairs) for x in xs]
+@dataclass(frozen=True)
+class _Pair:
+    """A chunk of queries and one of keys.
+
+    **Arguments:**
+
+    - `whole`: the optional operands of these queries and all keys.
+    - `start`, `size`: which keys these are.
+    """
+
+    setting: AttentionSetting
+    whole: Operands
+    start: Any
+    size: int
+
+    @property
+    def extras(self) -> Operands:
+        """The optional operands. A kernel may give NaN for a row without keys, so it gets one. `of_rows` removes it."""
+        extras = of_columns(self.whole, self.start, self.size)
+        return {name: jnp.maximum(x, 1) if name == "lengths" else x for name, x in extras.items()}
+
+    def of_rows(self, x: Any, value: float) -> Any:
+        """Puts a value in place of the rows that have none of these keys."""
+        if "lengths" not in self.whole:
+            return x
+        return jnp.where((self.whole["lengths"] > self.start).reshape(-1, *[1] * (x.ndim - 1)), x, value)
+
+    def add_columns(self, total: Any, x: Any) -> Any:
+        """Adds the gradient of the bias of these keys to that of all keys."""
+        old = jax.lax.dynamic_slice_in_dim(total, self.start, self.size, -1)
+        return jax.lax.dynamic_update_slice_in_dim(total, old + x, self.start, -1)
 
 
 def _zeros(x: Any) -> Any:

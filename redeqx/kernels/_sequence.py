@@ -26,7 +26,7 @@ from ..machine import axes_of
 from ._chunks import Layout, halo, map_queries
 from ._dense import is_in_blocks
 from ._ring import Ring
-from ._setting import AttentionSetting, gradient_of_mean, lacks_keys
+from ._setting import NO_WEIGHTS, AttentionSetting, gradient_of_mean, lacks_keys
 from ._shared import on_each_device, pad
 
 Operands = dict[str, Any]
@@ -58,9 +58,8 @@ def resolve(setting: AttentionSetting, shapes: Sequence[Any], *, segments_are_de
         return _with_spec(setting, is_by_heads=True)
     if n_queries < n:
         return whole(setting)
-    has_segments = set(setting.names) <= {"query_segments", "key_segments"}  # and nothing else
-    takes_ring = has_segments and not (setting.window or setting.dropout or n_queries % n or n_keys % n)
-    takes_ring = takes_ring and (n_queries == n_keys or not setting.causal)
+    # Which weights are dropped depends on all keys, and of a halo's most are not read.
+    takes_ring = not setting.dropout and halo(setting, n_queries // n, n_keys) is None
     return replace(setting, in_ring=takes_ring and _gathered_bytes(setting, shapes) > RING_BYTES)
 
 
@@ -177,13 +176,12 @@ def forward_by_positions(
     kernel: Any, setting: AttentionSetting, q: Any, k: Any, v: Any, extras: Operands
 ) -> tuple[Any, Any]:
     """Same as `_blockwise.forward`, by any kernel, over split positions."""
-    n_queries = q.shape[1]
-    q, extras = _pad(setting, q, 1), map_queries(extras, partial(_pad, setting))
+    n_queries, n_keys = q.shape[1], k.shape[1]
+    setting, q, k, v, extras = _padded(setting, q, k, v, extras)
     layout = Layout(setting, q, k, extras)
 
     def attend(q: Any, k: Any, v: Any, extras: Operands) -> tuple[Any, Any]:
         k, v = layout.fetch_keys(k), layout.fetch_keys(v)
-        q, extras = layout.exchange(q, 1), map_queries(extras, layout.exchange)
 
         def attend_as(device: int, q: Any, k: Any, v: Any, extras: Operands) -> tuple[Any, Any]:
             results = []
@@ -193,14 +191,16 @@ def forward_by_positions(
             outs, log_sums = zip(*results, strict=True)
             return jnp.concatenate(outs, 1), jnp.concatenate(log_sums, 2)
 
-        out, log_sum = layout.on_each_device(attend_as, q, k, v, extras)
-        return layout.exchange(out, 1, back=True), layout.exchange(log_sum, 2, back=True)
+        return layout.on_each_device(attend_as, q, k, v, extras)
 
     def on_device(q: Any, k: Any, v: Any, extras: Operands) -> tuple[Any, Any]:
-        out, log_sum = (Ring(kernel, layout).forward if setting.in_ring else attend)(q, k, v, extras)
+        run = Ring(kernel, layout).forward if setting.in_ring else attend
+        keys, values = layout.exchange_keys(k, v)
+        out, log_sum = run(layout.exchange(q, 1), keys, values, map_queries(extras, layout.exchange))
+        out, log_sum = layout.exchange(out, 1, back=True), layout.exchange(log_sum, 2, back=True)
         if layout.may_lack_keys:
             mean = jnp.sum(v.astype(at_least_float32(v.dtype)), 1, keepdims=True)
-            mean = (layout.sum_keys(mean) / layout.n_keys).astype(out.dtype)
+            mean = (layout.sum_keys(mean) / n_keys).astype(out.dtype)
             out = jnp.where(lacks_keys(log_sum), jnp.repeat(mean, q.shape[2] // k.shape[2], 2), out)
         return out, log_sum
 
@@ -213,18 +213,16 @@ def backward_by_positions(
     kernel: Any, setting: AttentionSetting, q: Any, k: Any, v: Any, extras: Operands, out: Any, log_sum: Any, g: Any
 ) -> list[Any]:
     """Same as `_blockwise.backward`, by any kernel, over split positions."""
-    n_queries = q.shape[1]
-    q, out, log_sum, g = (_pad(setting, x, dim) for x, dim in ((q, 1), (out, 1), (log_sum, 2), (g, 1)))
-    extras = map_queries(extras, partial(_pad, setting))
-    layout = Layout(setting, q, k, extras)
-    has_bias = "bias" in extras
+    n_queries, n_keys, has_bias = q.shape[1], k.shape[1], "bias" in extras
     bias_is_shared = has_bias and extras["bias"].shape[2] == 1  # by all queries
+    setting, q, k, v, extras = _padded(setting, q, k, v, extras)
+    out, g = _pad_to(out, 1, q.shape[1]), _pad_to(g, 1, q.shape[1])
+    log_sum = _pad_to(log_sum, 2, q.shape[1], NO_WEIGHTS)
+    layout = Layout(setting, q, k, extras)
 
     def differentiate(q: Any, k: Any, v: Any, extras: Operands, out: Any, log_sum: Any, g: Any) -> list[Any]:
         own_k, own_v = k, v
         k, v = layout.fetch_keys(k), layout.fetch_keys(v)
-        q, out, log_sum, g = (layout.exchange(x, dim) for x, dim in ((q, 1), (out, 1), (log_sum, 2), (g, 1)))
-        extras = map_queries(extras, layout.exchange)
 
         def differentiate_as(device: int, q: Any, k: Any, v: Any, extras: Operands, out: Any, log_sum: Any, g: Any) -> Any:
             dqs, dk, dv, d_biases = [], jnp.zeros_like(k), jnp.zeros_like(v), []
@@ -241,22 +239,24 @@ def backward_by_positions(
             return grads
 
         dq, dk, dv, *d_bias = layout.on_each_device(differentiate_as, q, k, v, extras, out, log_sum, g)
-        dq, dk, dv = layout.exchange(dq, 1, back=True), layout.return_keys(dk, own_k), layout.return_keys(dv, own_v)
-        if has_bias:
-            d_bias = [d_bias[0] if bias_is_shared else layout.exchange(d_bias[0], 2, back=True)]
-            repeats = layout.axes_without(layout.extras["bias"])
-            d_bias = [jax.lax.psum(x, repeats) if repeats else x for x in d_bias]
-        return [dq, dk, dv, *d_bias]
+        return [dq, layout.return_keys(dk, own_k), layout.return_keys(dv, own_v), *d_bias]
 
     def on_device(q: Any, k: Any, v: Any, extras: Operands, out: Any, log_sum: Any, g: Any) -> list[Any]:
         d_mean: Any = None
         if layout.may_lack_keys:
             lacking = lacks_keys(log_sum)
             d_mean, g = gradient_of_mean(lacking, g, k.shape[2]), jnp.where(lacking, 0, g)
-        pull = Ring(kernel, layout).backward if setting.in_ring else differentiate
-        dq, dk, dv, *d_bias = pull(q, k, v, extras, out, log_sum, g)
+        run = Ring(kernel, layout).backward if setting.in_ring else differentiate
+        q, out, log_sum, g = (layout.exchange(x, dim) for x, dim in ((q, 1), (out, 1), (log_sum, 2), (g, 1)))
+        k, v = layout.exchange_keys(k, v)
+        dq, dk, dv, *d_bias = run(q, k, v, map_queries(extras, layout.exchange), out, log_sum, g)
+        dq, (dk, dv) = layout.exchange(dq, 1, back=True), layout.exchange_keys(dk, dv, back=True)
+        if has_bias:
+            d_bias = [d_bias[0] if bias_is_shared else layout.exchange(d_bias[0], 2, back=True)]
+            repeats = layout.axes_without(layout.extras["bias"])
+            d_bias = [jax.lax.psum(x, repeats) if repeats else x for x in d_bias]
         if d_mean is not None:
-            dv = dv + (jax.lax.psum(d_mean, layout.axis) / layout.n_keys).astype(dv.dtype)
+            dv = dv + (jax.lax.psum(d_mean, layout.axis) / n_keys).astype(dv.dtype)
         return [dq, dk, dv, *d_bias]
 
     results = layout.queries, layout.log_sums, layout.queries
@@ -264,10 +264,31 @@ def backward_by_positions(
     out_specs = [layout.queries, layout.keys, layout.keys, *([layout.extras["bias"]] if has_bias else [])]
     sharded = on_each_device(layout.mesh, on_device, in_specs, out_specs)
     dq, dk, dv, *d_bias = sharded(q, k, v, extras, out, log_sum, g)
-    return [dq[:, :n_queries], dk, dv, *(x[:, :, :n_queries] for x in d_bias)]
+    return [dq[:, :n_queries], dk[:, :n_keys], dv[:, :n_keys], *(x[:, :, :n_queries, :n_keys] for x in d_bias)]
 
 
-def _pad(setting: AttentionSetting, x: Any, dim: int) -> Any:
-    """Pads queries that do not divide, to an even number of them on each device, which cuDNN needs. A mask gets True."""
-    n = setting.n_shards(1)
-    return pad(x, dim, 2 * n, int(x.dtype == jnp.bool_)) if x.shape[dim] % n else x
+def _padded(
+    setting: AttentionSetting, q: Any, k: Any, v: Any, extras: Operands
+) -> tuple[AttentionSetting, Any, Any, Any, Operands]:
+    """Pads queries that do not divide, to an even number of them on each device, which cuDNN needs; in a ring also keys.
+
+    If the distance of queries and keys matters, in a ring there are as many of both. Padded keys are behind the lengths.
+    """
+    n, n_queries, n_keys = setting.n_shards(1), q.shape[1], k.shape[1]
+    if setting.in_ring and (setting.causal or setting.window is not None):
+        n_queries = n_keys = max(n_queries, n_keys)
+    n_queries, n_keys = (size if size % n == 0 else size + -size % (2 * n) for size in (n_queries, n_keys))
+    extras = map_queries(extras, lambda x, dim: _pad_to(x, dim, n_queries))
+    if setting.in_ring and n_keys > k.shape[1]:
+        n_whole = k.shape[1]
+        extras = {
+            name: _pad_to(x, -1, n_keys) if name in ("bias", "mask", "key_segments") else x for name, x in extras.items()
+        }
+        extras["lengths"] = jnp.minimum(extras.get("lengths", jnp.full(1, n_whole)), n_whole)
+        setting, k, v = replace(setting, names=tuple(extras)), _pad_to(k, 1, n_keys), _pad_to(v, 1, n_keys)
+    return setting, _pad_to(q, 1, n_queries), k, v, extras
+
+
+def _pad_to(x: Any, dim: int, n: int, value: float = 0) -> Any:
+    """Appends entries to a dim, up to `n`. A mask gets True."""
+    return pad(x, dim, n, True if x.dtype == jnp.bool_ else value)

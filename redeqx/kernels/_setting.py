@@ -19,6 +19,8 @@ from ..machine import axes_of
 QUERY_DIMS = {"bias": 2, "mask": 2, "query_segments": 1}
 # The score of a masked key. Finite, so that a query whose keys are all masked weighs them equally instead of giving NaN.
 MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
+# A log-sum-exp that makes all weights of a query zero in the backward pass.
+NO_WEIGHTS = 1e30
 
 
 class Unsupported(Exception):

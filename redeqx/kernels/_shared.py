@@ -27,9 +27,9 @@ def pad(x: Any, dim: int, multiple: int, value: Any = 0) -> Any:
     return jnp.pad(x, [(0, missing if i == dim % x.ndim else 0) for i in range(x.ndim)], constant_values=value)
 
 
-def blocks_of(x: Any, size: int, dim: int = 1) -> Any:
+def blocks_of(x: Any, size: int, dim: int = 1, value: Any = 0) -> Any:
     """Returns the blocks of `size` entries of a dim, along a new first dim; the last one is padded."""
-    x = pad(x, dim, size)
+    x = pad(x, dim, size, value)
     return jnp.moveaxis(x.reshape(*x.shape[:dim], x.shape[dim] // size, size, *x.shape[dim + 1 :]), dim, 0)
 
 

@@ -167,6 +167,23 @@ RINGS = {
     "other keys": ({}, {}, {**ODD, "n_keys": 40}),
     "segments": ({"causal": True}, PACKED, ODD),
     "segments of other keys": ({}, {**PACKED, "key_segments": SEGMENTS[:, 24:]}, {**ODD, "n_keys": 40}),
+    "lengths": ({"causal": True}, {"lengths": LENGTHS}, ODD),
+    "lengths of other keys": ({}, {"lengths": jnp.array([3, 0, 37, 20])}, {**ODD, "n_keys": 37}),
+    "wide causal window": ({"causal": True, "window": 40}, {}, ODD),
+    "wide window, lengths and segments": ({"window": 34}, {"lengths": LENGTHS, **PACKED}, ODD),
+    "wide causal window, lengths and segments": ({"causal": True, "window": 41}, {"lengths": LENGTHS, **PACKED}, ODD),
+    "fewer keys, causal": ({"causal": True}, {}, {**ODD, "n_keys": 40}),
+    "more keys, window": ({"causal": True, "window": 50}, {}, {**ODD, "n_keys": 72}),
+    "fewer keys, window": ({"window": 9}, {"lengths": jnp.array([3, 0, 30, 20])}, {**ODD, "n_keys": 30}),
+    "no even length": (
+        {"causal": True},
+        {"bias": normal(1, 3, 61, 61), "query_segments": SEGMENTS[:, :61], "key_segments": SEGMENTS[:, :61]},
+        {**ODD, "n_queries": 61, "n_keys": 61},
+    ),
+    "bias of keys": ({"causal": True}, {"bias": normal(ROWS, 1, 1, T), "lengths": LENGTHS}, ODD),
+    "bias of rows": ({}, {"bias": normal(ROWS, 1, T, T)}, ODD),
+    "mask of keys": ({"causal": True}, {"mask": jnp.asarray(rng.random((ROWS, 1, 1, T)) < 0.5)}, ODD),
+    "mask and bias": ({}, {"mask": jnp.asarray(rng.random((1, 3, T, T)) < 0.1), "bias": normal(1, 3, T, T)}, ODD),
 }
 
 
@@ -176,14 +193,15 @@ def small_ring(monkeypatch):
     monkeypatch.setattr("redeqx.kernels._sequence.RING_BYTES", 0)
 
 
+QUICK_RINGS = {("segments", (4, 1)), ("other keys", (2, 2)), ("wide causal window, lengths and segments", (4, 1))}
+
+
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        pytest.param(
-            name, mesh, marks=[] if (name, mesh) in {("segments", (4, 1)), ("other keys", (2, 2))} else pytest.mark.sweep
-        )
-        for name in RINGS
-        for mesh in MESHES
+        pytest.param(name, mesh, marks=[] if (name, mesh) in QUICK_RINGS else pytest.mark.sweep)
+        for i, name in enumerate(RINGS)
+        for mesh in (MESHES if i < 6 else [MESHES[i % 3], *([(4, 1)] if (name, (4, 1)) in QUICK_RINGS else [])])
     ],
     ids=str,
 )
@@ -192,11 +210,27 @@ def test_a_ring_gives_the_values_and_gradients_of_one_device(name, mesh, small_r
     operands = draw(**sizes)
     one_device, args = compiled(AttentionSetting(0.3, **kwargs), extras, operands)
     fn, args_on_mesh = compiled(AttentionSetting(0.3, split=split(*mesh), **kwargs), extras, operands)
-    sent = collectives(Module.of(fn.as_text()))
-    # And with segments sums of the values, for queries whose keys are all masked.
-    assert {each.kind for each in sent} <= {"collective-permute", *(["all-reduce"] if extras else [])}
-    assert all(each.kind == "collective-permute" or len(each.shape) < 4 or each.shape[1] == 1 for each in sent)
+    sent = [each for each in collectives(Module.of(fn.as_text())) if each.kind != "collective-permute"]
+    if sizes.get("n_keys", T) % mesh[0] == 0:  # otherwise keys and their gradients come and go whole
+        # With masks sums of the values, for queries whose keys are all masked, and gradients of a bias, for all its rows.
+        assert {each.kind for each in sent} <= ({"all-reduce"} if extras else set())
+        assert all(len(each.shape) < 4 or each.shape[1] == 1 or "bias" in extras for each in sent)
     assert_close(fn(*args_on_mesh), one_device(*args))
+
+
+@pytest.mark.sweep
+def test_a_ring_in_bfloat16_is_as_exact_as_one_device(small_ring):
+    """Each part is rounded, and their sum is not."""
+    operands = [x.astype(jnp.bfloat16) for x in draw(**ODD)]
+    setting, extras = AttentionSetting(0.3, causal=True, window=40), {"lengths": LENGTHS, **PACKED}
+
+    def run(setting, operands):
+        fn, args = compiled(setting, extras, operands)
+        return [x.astype(jnp.float32) for x in jax.tree.leaves(fn(*args))]
+
+    exact = run(setting, [x.astype(jnp.float32) for x in operands])
+    for ring, by_one, x in zip(run(replace(setting, split=split(4)), operands), run(setting, operands), exact, strict=True):
+        assert jnp.linalg.norm(ring - x) <= 1.5 * jnp.linalg.norm(by_one - x)
 
 
 @pytest.mark.sweep
@@ -253,6 +287,15 @@ def test_a_window_reads_only_the_keys_of_neighbours():
     assert set(found) == {"collective-permute"}
     row = 2 * 2 * 2 * 8 * 4  # keys and values of 2 rows, 2 groups, 8 features, in bytes
     assert found["collective-permute"] == 2 * 4 * row  # 4 keys, and their gradients
+
+
+def test_in_a_ring_keys_travel_no_further_than_a_window_reaches(small_ring):
+    """Of 8 devices with 8 keys each: a window of 20 reaches 3 devices back, and one to both sides of 10 reaches 2."""
+    shard = 2 * 4 * 8 * 3 * 8 * 4  # keys and values of a device, in bytes: 4 rows, 8 positions, 3 heads
+    # In both passes keys and values, and in the second their gradients: before each round, and back. Those of both sides are
+    # first sent ahead, which is the same in both passes.
+    for kwargs, times in (({"causal": True, "window": 20}, 3 + 3 + 4 + 1), ({"window": 10}, 1 + 4 + 4 + 5 + 1)):
+        assert sent(kwargs, ODD, (8, 1)) == {"collective-permute": times * shard}
 
 
 def test_by_positions_gathers_keys_and_scatters_their_gradients():
@@ -442,6 +485,8 @@ SPLASH = [
     {"window": 70},
     {"in_ring": True},
     {"causal": True, "in_ring": True},
+    {"causal": True, "window": 300, "in_ring": True},
+    {"causal": False, "window": 300, "in_ring": True},
 ]
 
 
