@@ -10,7 +10,8 @@ chunks of a part of the rows, if these divide.
 
 A loop over positions, such as a recurrence, cannot be split along them: each device computes all positions of a part of the
 rows, if the rows divide. Else it computes all rows, or of a loop over chunks of positions a part of each chunk. Products of
-values without positions, as of an image, or of a batch whose positions do not divide, are split by rows likewise.
+values without positions, as of an image, or of a batch whose positions do not divide, are split by rows likewise, and those
+with the buffers of experts by the places in these, if the rows do not divide.
 
 Cost: attention sends keys and values once a pass; slices, edges and recurrences send their operands.
 """
@@ -81,7 +82,8 @@ class SplitPositions(Rule):
         n_before = max((len(self.positions.dims.get(var, ())) for var in variables(eqn.invars)), default=0)
         n = self.mesh.shape[SEQUENCE]
         if all(self.positions.are_whole(var, n) for var in (*variables(eqn.invars), *eqn.outvars)):  # as of an image
-            return [self._by_rows(var) if eqn.primitive.name in _PRODUCTS else {} for var in eqn.outvars]
+            is_product = eqn.primitive.name in _PRODUCTS
+            return [self._by_rows(var) or self._by_places(eqn) if is_product else {} for var in eqn.outvars]
         is_new = [n_before < 2 or len(self.positions.dims.get(var, ())) < 2 for var in eqn.outvars]
         return [self._entries(var) if new else {} for var, new in zip(eqn.outvars, is_new, strict=True)]
 
@@ -97,6 +99,22 @@ class SplitPositions(Rule):
         """Returns the mesh axes of the rows of a variable over which the sequence axis splits them too, if they divide."""
         rows = self.positions.rows_in(var, n_batch_shards(self.mesh) * self.mesh.shape[SEQUENCE])
         return {} if rows is None else {rows: (*BATCH_AXES, SEQUENCE)}
+
+    def _by_places(self, eqn: Any) -> Mapping[int, Any]:
+        """Returns the mesh axes of the output of a product of rows with a stack of matrices, whose rows do not divide: as of
+        experts, whose buffers have places for the tokens of each row. The places are split."""
+        if eqn.primitive.name != "dot_general":
+            return {}
+        contracted, batch = eqn.params["dimension_numbers"]
+        sides = [i for i, var in enumerate(eqn.invars) if var in self.positions.rows]
+        if not batch[0] or len(sides) != 1:
+            return {}
+        (side,) = sides
+        x, n_before = eqn.invars[side], len(batch[0]) if side == 0 else eqn.outvars[0].aval.ndim
+        free = [dim for dim in range(x.aval.ndim) if dim not in (*contracted[side], *batch[side])]
+        n_before -= len(free) if side else 0
+        places = [i for i, dim in enumerate(free) if dim != self.positions.rows[x] and self._divides(x, dim)]
+        return {n_before + places[0]: SEQUENCE} if places else {}
 
     def _divides(self, var: Any, dim: int) -> bool:
         size = var.aval.shape[dim]
