@@ -111,14 +111,27 @@ def try_step(
 
 
 def sizes_of(compiled: Any) -> dict[str, Any]:
-    """Returns the bytes of a compiled step on a device, by what they are for. Outputs that replace arguments count there."""
+    """Returns the bytes of a compiled step on a device, by what they are for. Outputs that replace arguments count there.
+
+    libtpu's temporaries are those of the peak, by which it refuses programs. Their sum is more: a program for v5p whose sum
+    is 101.3 GiB was accepted with a peak of 95.0, of 95.7, and refused with 95.9 (libtpu 0.0.50; 2026-11-30)."""
     memory = compiled.memory_analysis()
-    return {
+    sizes = {
         "arguments": memory.argument_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
         "outputs": max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes),
         "code": memory.generated_code_size_in_bytes,
     }
+    peak = getattr(memory, "peak_memory_in_bytes", 0)
+    if peak and _platform(compiled) == "tpu":  # a CPU's leaves out temporaries, and a GPU's are one block
+        at_peak = max(0, peak - sizes["arguments"] - sizes["outputs"])
+        sizes["temporaries"] = min(sizes["temporaries"], at_peak)
+    return sizes
+
+
+def _platform(compiled: Any) -> str | None:
+    devices = (device for sharding in jax.tree.leaves(compiled.input_shardings) for device in sharding.device_set)
+    return next((device.platform for device in devices), None)
 
 
 # The TPU compiler's two error messages: from before memory assignment, and from a failed assignment. What does not fit into

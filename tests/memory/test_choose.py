@@ -15,7 +15,7 @@ import pytest
 
 import redeqx
 from redeqx.machine import TPUS
-from redeqx.memory import Memory, SearchSpace, Strategy, Tried, choose, least_memory, memory_of, try_step
+from redeqx.memory import Memory, SearchSpace, Strategy, Tried, choose, least_memory, memory_of, sizes_of, try_step
 from tests._tree import drawn
 
 EXAMPLES = list(np.random.default_rng(0).normal(size=(256, 32)).astype(np.float32))
@@ -218,6 +218,14 @@ def test_need_of_a_step_adds_to_the_memory_in_use():
     assert need(Memory(1000)) == (50, 87)
     assert need(Memory(100, in_use=70)) == (70, 107)
     assert need(Memory(1000, in_use=70), moved=20) == (50, 87)
+
+
+@pytest.mark.parametrize("platform, n_temporaries", [("tpu", 25), ("gpu", 37)])
+def test_temporaries_of_a_tpu_are_those_of_the_peak(platform, n_temporaries):
+    step = fake_step(37, held=50)
+    step.memory_analysis().peak_memory_in_bytes = 75
+    step.input_shardings = [SimpleNamespace(device_set=[SimpleNamespace(platform=platform)])]
+    assert sizes_of(step) == {"arguments": 50, "temporaries": n_temporaries, "outputs": 0, "code": 0}
 
 
 def test_a_step_that_the_compiler_refuses_does_not_fit():
