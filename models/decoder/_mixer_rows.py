@@ -1,4 +1,4 @@
-"""Rows of the keys of `config.json` of mixers: which layers have one, and the sizes of a gated delta rule and a Mamba-2."""
+"""Rows of the keys of `config.json` of mixers: which layers have one, and the sizes of delta rules, Mamba-1 and Mamba-2."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -17,7 +17,7 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
 from ._layers import linear, norm
-from ._recurrence import Recurrence, Tokens, in_chunks
+from ._recurrence import Recurrence, Tokens, by_chunks
 
 
 class Mamba2(Recurrence):
@@ -122,5 +122,5 @@ class Mamba1(Recurrence):
             found, memories = self._scanned(chunk[0], memory, chunk[1])
             return memories[-1], found
 
-        memory, found = jax.lax.scan(body, memory, in_chunks((tokens, begins), len(tokens.queries)))
+        memory, found = jax.lax.scan(body, memory, by_chunks((tokens, begins), len(tokens.queries)))
         return rearrange(found, "chunks places ... -> (chunks places) ...")[: len(tokens.queries)], memory[None]

@@ -196,7 +196,7 @@ def _by_token(
     return jax.lax.scan(step, memory, tokens)[1]
 
 
-def in_chunks(arrays: Any, seq: int, **options: str) -> Any:
+def by_chunks(arrays: Any, seq: int, **options: str) -> Any:
     """Returns arrays of tokens `[seq, ...]` by chunks, `[chunks, places, ...]`. Padding has no strength and no decay, so it
     changes nothing."""
     places = min(_CHUNK, 1 << (seq - 1).bit_length())
@@ -218,12 +218,12 @@ def _in_chunks(
     products of small matrices depend on the chunk before.
     """
     seq = len(tokens.queries)
-    queries, keys, values, decay, strength = in_chunks(tokens, seq)
+    queries, keys, values, decay, strength = by_chunks(tokens, seq)
     places = queries.shape[1]
     total = rearrange(jnp.cumsum(decay, axis=1), "chunks places groups each -> chunks groups each places")
     sees, reads, keeps = jnp.tri(places, dtype=bool), None, None
     if runs is not None:
-        run_of: Array = in_chunks(runs, seq, mode="edge")
+        run_of: Array = by_chunks(runs, seq, mode="edge")
         before = jnp.concatenate([run_of[:1, 0], run_of[:-1, -1]])
         sees = (sees & (run_of[:, :, None] == run_of[:, None]))[:, None, None]
         reads, keeps = ((run_of == other[:, None])[:, None, None] for other in (before, run_of[:, -1]))
