@@ -20,13 +20,44 @@ _SINGLE = {
     "mixer_input": "ssm_in_multiplier",
     "mixer_output": "ssm_out_multiplier",
 }
-_ROOT = 0.1767766952966369  # of 1 / 32
-# Of published models: of the attention's output, keys, the mixer's input, its output and keys, the gate, the MLP's output.
+# Of published models, as their `config.json` have them; `states` in the order of the fields here.
 _PUBLISHED = {
-    "0.5b": (0.9375, 0.39062499999999994, 1.25, 0.23570226039551587, 2 * _ROOT, 0.8838834764831844, 0.5859375),
-    "1.5b-deep": (0.5, 0.17677669529663687, 1.0, 0.23570226039551587, _ROOT, 0.7071067811865476, 0.3125),
-    "7b": (5 / 48, 0.030690398488999456, 5 / 12, 0.11785113019775793, _ROOT, 0.2946278254943948, 1 / 30.72),
-    "34b": (0.0375, 0.011048543456039804, 0.25, _ROOT / 2, _ROOT, _ROOT, 0.011160714285714284),
+    "0.5b": Factors(
+        attention_output=0.9375,
+        key=0.39062499999999994,
+        mixer_input=1.25,
+        mixer_output=0.23570226039551587,
+        states=(0.5, 0.3535533905932738, 0.25, 0.3535533905932738, 0.3535533905932738),
+        gate=0.8838834764831844,
+        mlp_output=0.5859375,
+    ),
+    "1.5b-deep": Factors(
+        attention_output=0.5,
+        key=0.17677669529663687,
+        mixer_input=1.0,
+        mixer_output=0.23570226039551587,
+        states=(0.5, 0.1767766952966369, 0.25, 0.3535533905932738, 0.3535533905932738),
+        gate=0.7071067811865476,
+        mlp_output=0.3125,
+    ),
+    "7b": Factors(
+        attention_output=0.10416666666666667,
+        key=0.030690398488999456,
+        mixer_input=0.4166666666666667,
+        mixer_output=0.11785113019775793,
+        states=(0.5, 0.1767766952966369, 0.25, 0.3535533905932738, 0.3535533905932738),
+        gate=0.2946278254943948,
+        mlp_output=0.032552083333333336,
+    ),
+    "34b": Factors(
+        attention_output=0.0375,
+        key=0.011048543456039804,
+        mixer_input=0.25,
+        mixer_output=0.08838834764831845,
+        states=(0.5, 0.1767766952966369, 0.25, 0.3535533905932738, 0.3535533905932738),
+        gate=0.1767766952966369,
+        mlp_output=0.011160714285714284,
+    ),
 }
 _ORDER = (3, 2, 1, 0, 4)  # of gates, values, keys, queries and steps in `ssm_multipliers`
 
@@ -53,13 +84,6 @@ class _Factors(Row):
         single = {key: getattr(factors, name) for name, key in _SINGLE.items()}
         states = [factors.states[i] for i in _ORDER]
         return {**single, "ssm_multipliers": states, "mlp_multipliers": [factors.gate, factors.mlp_output]}
-
-
-def _sizes(size: str, **sizes: Any) -> dict[str, Any]:
-    """Returns the fields of a published model."""
-    attention, key, read, output, keys, gate, mlp = _PUBLISHED[size]
-    states = (0.5, keys, 0.25, 2 * _ROOT, 2 * _ROOT)
-    return {**sizes, "factors": Factors(1.0, attention, key, read, output, states, gate, mlp)}
 
 
 @dataclass(frozen=True)
@@ -95,13 +119,15 @@ class FalconH1Config(BambaConfig):
     )
     sizes = published(
         {
-            "0.5b": _sizes("0.5b", vocab_size=32784, d_model=1024, d_mlp=2048, n_layers=36, n_heads=8, logit_divisor=25.6)
-            | {"n_positions": 16384, "head_size": 64, "state_value_size": 64, "state_size": 128, "norms_states": False},
-            "1.5b-deep": _sizes("1.5b-deep", vocab_size=65537, d_model=1280, d_mlp=3072, n_layers=66, n_heads=6)
-            | {"n_positions": 131072, "state_value_size": 64, "logit_divisor": 32.0},
-            "7b": _sizes("7b", vocab_size=130049, d_model=3072, d_mlp=12288, n_layers=44, n_heads=12, logit_divisor=76.8),
-            "34b": _sizes("34b", vocab_size=261120, d_model=5120, d_mlp=21504, n_layers=72, n_heads=20, logit_divisor=128.0)
-            | {"n_kv_heads": 4, "state_heads": 32, "state_groups": 2},
+            "0.5b": {"vocab_size": 32784, "n_positions": 16384, "d_model": 1024, "d_mlp": 2048, "n_layers": 36, "n_heads": 8}
+            | {"head_size": 64, "state_value_size": 64, "state_size": 128, "norms_states": False, "logit_divisor": 25.6}
+            | {"factors": _PUBLISHED["0.5b"]},
+            "1.5b-deep": {"vocab_size": 65537, "n_positions": 131072, "d_model": 1280, "d_mlp": 3072, "n_layers": 66}
+            | {"n_heads": 6, "state_value_size": 64, "logit_divisor": 32.0, "factors": _PUBLISHED["1.5b-deep"]},
+            "7b": {"vocab_size": 130049, "d_model": 3072, "d_mlp": 12288, "n_layers": 44, "n_heads": 12}
+            | {"logit_divisor": 76.8, "factors": _PUBLISHED["7b"]},
+            "34b": {"vocab_size": 261120, "d_model": 5120, "d_mlp": 21504, "n_layers": 72, "n_heads": 20, "n_kv_heads": 4}
+            | {"state_heads": 32, "state_groups": 2, "logit_divisor": 128.0, "factors": _PUBLISHED["34b"]},
         },
         n_positions=262144,
         n_kv_heads=2,

@@ -110,7 +110,7 @@ class Mamba1(Recurrence):
         return jnp.einsum("ik,ikv->iv", tokens.queries[:, 0], sums)[:, None, None], sums[:, None, None]
 
     def _by_token(self, tokens: Tokens, memory: Array, runs: Int[Array, " seq"] | None) -> tuple[Array, Array]:
-        assert runs is None
+        assert runs is None  # a call with a cache has no segments
         return self._scanned(tokens, memory, None)
 
     def _in_chunks(self, tokens: Tokens, memory: Array, runs: Int[Array, " seq"] | None) -> tuple[Array, Array]:
