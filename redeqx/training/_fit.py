@@ -100,10 +100,11 @@ class FitOptions:
 
     @property
     def eval_sets(self) -> dict[str, Any]:
-        """The examples to evaluate, by the prefix of their metrics' names: each name and `_` if there are several sets."""
+        """The examples to evaluate, by the prefix of their metrics' names: each name and `_` if there are several sets. They
+        are sorted, as the order of a dict may differ between processes, which evaluate each set together."""
         given = self.eval_examples
         if isinstance(given, Mapping) and all(isinstance(name, str) for name in given):
-            return {f"{name}_": examples for name, examples in given.items()}
+            return {f"{name}_": examples for name, examples in sorted(given.items(), key=lambda item: item[0])}
         return {} if given is None else {"": given}
 
     @property

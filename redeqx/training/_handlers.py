@@ -28,6 +28,7 @@ _SANITY_CHECK = (
     "Raised by the check before training, which evaluates the first {} of {} examples, so that mistakes show early. If a "
     "metric needs more of them, pass `eval_sanity_check=False`."
 )
+_OF_SET = "Raised by the evaluation of `eval_examples[{!r}]`."
 
 
 def is_due(count: int, every: int | None) -> bool:
@@ -76,7 +77,8 @@ class Evaluate(Callback):
         metrics: dict[str, float] = {}
         with engine.line.pause("evaluating"):
             for prefix, examples in sets.items():
-                own = {f"{prefix}{name}": value for name, value in self._metrics_of_set(examples).items()}
+                with note(_OF_SET.format(prefix[:-1])) if prefix else nullcontext():
+                    own = {f"{prefix}{name}": value for name, value in self._metrics_of_set(examples).items()}
                 if clash := own.keys() & metrics.keys():
                     got = f"two of `{min(clash)}`"
                     raise ValueError(f"`eval_examples`: expected one metric of each name, got {got}. Rename a set.")

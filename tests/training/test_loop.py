@@ -185,6 +185,24 @@ def test_sets_to_evaluate_have_names(tmp_path):
             trainer.fit([1.0], 1, 3, eval_examples=wrong)
 
 
+def test_sets_are_evaluated_in_one_order():
+    """Processes evaluate each set together, and the order of their dicts may differ, as that of a set of names does."""
+    calls = []
+    trainer, _ = make_trainer()
+    predictor = trainer.get_default_predictor(lambda model, batch, key: batch + model.weight)
+    sets = {"b": [2.0], "a": [1.0]}
+    options = {"eval_predictor": predictor, "eval_metric_fn": lambda examples, outputs: calls.append(examples) or {"n": 1}}
+    trainer.fit([1.0], 1, 1, eval_examples=sets, eval_sanity_check=False, **options)
+    assert calls == [[1.0], [2.0]]
+
+
+def test_an_error_of_an_evaluation_names_the_set():
+    trainer, _ = make_trainer()
+    with pytest.raises(ValueError) as raised:
+        trainer.fit([1.0], 1, 1, eval_examples={"dev": [1.0], "test": ["text"]})
+    assert "Raised by the evaluation of `eval_examples['test']`." in raised.value.__notes__
+
+
 # --- the order of examples --------------------------------------------------------------------------------------------
 
 
