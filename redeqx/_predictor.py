@@ -214,7 +214,7 @@ class Predictor(RedcoNames):
         """Yields the outputs of `n` examples."""
         mesh, peers = self._deployer.mesh, self._deployer.peers
         check = None if peers.n == 1 else RowCheck(peers, self._deployer.console.info)
-        steps = slices(examples, size.examples, name="examples")
+        steps = slices(examples, size.examples, name="examples", n=n)
         key = put(key, replicated(mesh))
         line = self._deployer.console.progress(title="predict")  # shown while a batch of new shapes is compiled
 

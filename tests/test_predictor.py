@@ -112,6 +112,17 @@ def test_examples_need_only_len_and_integer_items(kind):
     assert_outputs(predictor.predict(examples, 2), expected(model, desired))
 
 
+@pytest.mark.parametrize("change", [list.extend, lambda buffer, rows: buffer.__delitem__(slice(3, None))])
+def test_a_list_that_changes_after_the_call_is_no_shorter_or_longer_one(change):
+    """The number of examples was compared between processes, and draws are numbered by it."""
+    buffer = make_examples(5)
+    predictor = redeqx.Predictor(make_deployer(), model=make_linear(), collate_fn=stack, pred_fn=apply)
+    outputs = predictor.iterate(buffer, 2)
+    change(buffer, make_examples(4))
+    with nullcontext() if len(buffer) > 5 else pytest.raises(IndexError):
+        assert sum(map(len, outputs)) == 5
+
+
 def test_outputs_can_be_any_pytree():
     def pred_fn(model, batch, key):
         y = apply(model, batch, key)

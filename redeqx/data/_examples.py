@@ -117,6 +117,7 @@ def slices(
     state: Any = None,
     drop_remainder: bool = False,
     name: str = "train_examples",
+    n: int | None = None,
 ) -> Iterator[Slice]:
     """Yields the slices of one pass over the examples from `position` on, `batch_size` examples each; the last slice has the
     remainder.
@@ -126,11 +127,12 @@ def slices(
     - `seed`: for the order, see `permuted`. None keeps the given one. The order of an iterable is always kept.
     - `position`, `state`: those of the `Slice` after which to continue.
     - `drop_remainder`: whether to drop a last slice of fewer than `batch_size` examples.
+    - `n`: the number of examples, if it was read before: a list may have changed since.
 
     Raises ValueError for an iterable without examples, and with `drop_remainder` for fewer examples than a batch; TypeError
     for an iterable whose state is not JSON.
     """
-    n = size_of(examples)
+    n = size_of(examples) if n is None else n
     last = None if n is None else batch_size if drop_remainder else (n - position - 1) % batch_size + 1
     upcoming = Stream(examples, position, state, name) if n is None else _indices(n, seed, position)
     while taken := tuple(itertools.islice(upcoming, batch_size)):
