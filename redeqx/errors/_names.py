@@ -13,9 +13,11 @@ from .._tree import nearest
 
 # In the order in which a name is looked up.
 _MAIN = ("Deployer", "Trainer", "fit", "get_default_predictor")
+_OF_PREDICTOR = ("predict", "get_default_predictor", "Deployer")  # what a Predictor has a part in
 _SIGNATURES: dict[str, inspect.Signature] = {}
 
 _DATA = "(data|dataset|set|ds|dataloader|loader)"
+_EXAMPLES = rf"((train|training|eval|evaluation|val|valid|validation|test)_)?({_DATA}|examples)"
 # Names of PyTorch, Hugging Face, Lightning, Levanter and MaxText, and the next step.
 _OTHERS = {
     r"tp|tp_size|n_tp_shards|\w*tensor_\w+|\w*model_parallel\w*": "Pass `Deployer(n_model_shards=)`.",
@@ -25,7 +27,7 @@ _OTHERS = {
         "Leave it out: all devices are used. `n_model_shards`, `n_fsdp_shards` and `n_sequence_shards` of `Deployer` say "
         "how many share a layer, and the others divide the batch."
     ),
-    r"bf16|fp16|fp8|\w*precision|\w*dtype": "Pass `Trainer(compute='bfloat16')`.",
+    r"bf16|fp16|fp8|\w*precision|(?!save)\w*dtype": "Pass `Trainer(compute='bfloat16')`.",
     r"\w*accumulation\w*": "Pass `Trainer(accumulate_grad_batches=)`.",
     r"\w*gradient_checkpointing|remat\w*": "Pass `Trainer(compute=redeqx.Compute(remat='full'))`.",
     r"lr|learning_rate|weight_decay": "Pass it to the optimizer: `Trainer(optimizer=optax.adamw(learning_rate))`.",
@@ -56,7 +58,7 @@ _OTHERS = {
 
 def note_signature(of: str, signature: inspect.Signature) -> None:
     """Notes the signature of a public function, so that errors of others can name it."""
-    if of in _MAIN:
+    if of in (*_MAIN, *_OF_PREDICTOR):
         _SIGNATURES[of] = signature
 
 
@@ -78,7 +80,10 @@ def check_names(signature: inspect.Signature, of: str, args: Sequence[Any], kwar
 def _next_step(name: str, signature: inspect.Signature, of: str) -> str:
     """Returns what to write in place of an unknown argument, to end an error; empty if nothing is known."""
     if of in (*_MAIN, "Predictor", "train", "update", "eval_loss", "predict"):
-        owner = next((main for main in _MAIN if name in _SIGNATURES[main].parameters), None)
+        if "examples" in signature.parameters and re.fullmatch(_EXAMPLES, name):
+            return " Pass it as `examples`."
+        owners = _OF_PREDICTOR if of in (*_OF_PREDICTOR[:2], "Predictor") else _MAIN
+        owner = next((main for main in owners if name in _SIGNATURES[main].parameters), None)
         if owner is not None:
             return f" It is an argument of `{owner}`."
         if (found := next((advice for names, advice in _OTHERS.items() if re.fullmatch(names, name)), None)) is not None:

@@ -19,11 +19,15 @@ def functions():
         "loss_fn": lambda model, batch, key: jax.vmap(model)(batch).mean(),
     }
     trainer = redeqx.Trainer(deployer, **made)
+    of_predictor = {"collate_fn": np.stack, "pred_fn": lambda model, batch, key: jax.vmap(model)(batch)}
+    predictor = redeqx.Predictor(deployer, **of_predictor)
     return {
         "Deployer": redeqx.Deployer,
         "Trainer": lambda **given: redeqx.Trainer(deployer, **made, **given),
         "fit": lambda **given: trainer.fit([np.zeros(4)], **given),
         "train": lambda **given: trainer.train([np.zeros(4)], **given),
+        "predict": lambda **given: predictor.predict([np.zeros(4)], **given),
+        "Predictor": lambda **given: redeqx.Predictor(deployer, **of_predictor, **given),
     }
 
 
@@ -53,6 +57,11 @@ def functions():
         ("fit", "per_device_eval_batch_size", "Pass `fit(eval_per_device_batch_size=)`."),
         ("fit", "eval_steps", "Pass `fit(eval_every_n_steps=)`."),
         ("fit", "resume_from_checkpoint", "Leave it out: `fit` continues the run of its workdir."),
+        # those of a function that takes examples, and of a predictor
+        ("train", "dataset", "Pass it as `examples`."),
+        ("predict", "test_dataset", "Pass it as `examples`."),
+        ("Predictor", "batch_size", "It is an argument of `predict`."),
+        ("fit", "save_dtype", "Did you mean `save_float_dtype`?"),
         # misspelt ones, and those that are near
         ("Deployer", "n_modle_shards", "Did you mean `n_model_shards`?"),
         ("fit", "num_train_epochs", "Did you mean `n_epochs`?"),
