@@ -60,7 +60,8 @@ class Workload:
         task, (model, state), mesh = engine.task, engine.trees, engine.deployer.mesh
         work = cls.of_step(task, model, state, fit.first_step(), fit.size, mesh)
         if options.evaluates:
-            largest = max(options.eval_sets.values(), key=lambda examples: size_of(examples) or 0)
+            sizes = {prefix: fit.eval_size(examples).micro_batch for prefix, examples in options.eval_sets.items()}
+            largest = max(options.eval_sets.items(), key=lambda item: min(size_of(item[1]) or 0, sizes[item[0]]))[1]
             examples = fit.first_evaluated(largest)
             rows = max(1, fit.eval_size(largest).micro_batch // n_batch_shards(mesh))
             if options.eval_loss:
