@@ -233,12 +233,12 @@ class CheckpointManager(CheckpointFolder):
 
     def _clear(self, remove: Callable[[], None]) -> bool:
         """Removes what nothing needs any more; returns whether it is gone. A store that refuses, as without a permission to
-        delete, ends no run: nothing is lost."""
+        delete, or does not answer, ends no run: nothing is lost."""
         try:
             remove()
         except StoreError as error:
             if not self._has_remains:
-                self._log(f"{self.folder}: old checkpoints are not removed, as the store refuses it. {error.strerror}")
+                self._log(f"{self.folder}: old checkpoints stay, as the store did not remove them. {error.strerror}")
             self._has_remains = True
             return False
         return True
