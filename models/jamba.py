@@ -57,6 +57,17 @@ class _Every(Row):
         return dict(zip((f"{self.key}_period", f"{self.key}_offset"), self._distance(config) or (), strict=True))
 
 
+class _Experts(Field):
+    """The number of experts, of which a file says 1 for none."""
+
+    def check(self, config: Any) -> None:
+        if config.n_experts == 1:
+            raise ValueError(
+                "`n_experts`: expected 0 or at least 2, got 1. A file with `num_experts`=1 has MLPs. For these, pass "
+                "`n_experts=0, n_chosen=0`."
+            )
+
+
 _MIXERS = _Every("mixer_layers", "attn_layer", 8, 4, is_others=True)
 _EXPERTS = _Every("expert_layers", "expert_layer", 2, 1)
 
@@ -85,7 +96,7 @@ class JambaConfig(DecoderConfig):
     unrotated_period, scan_norm = 1, "rms"
     rows = rows(
         *(_MIXERS, _EXPERTS),
-        Field("num_experts", "n_experts", load=lambda n, known: n * (n > 1), save=lambda config: config.n_experts or 1),
+        _Experts("num_experts", "n_experts", load=lambda n, known: n * (n > 1), save=lambda config: config.n_experts or 1),
         Field("num_experts_per_tok", "n_chosen", COUNT, load=lambda n, known: n if known["n_experts"] else 0),
         *(Field("mamba_d_state", "state_size"), Field("mamba_d_conv", "conv_kernel"), Field("mamba_conv_bias", "conv_bias")),
         *(ScanWidth("mamba_expand"), StepRank("mamba_dt_rank"), Only("mamba_proj_bias", False)),

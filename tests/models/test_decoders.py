@@ -777,6 +777,11 @@ def test_layers_at_equal_distances_have_experts_or_attention():
             JambaConfig(n_layers=5, **{name: (0, 1, 3)})
     with pytest.raises(ValueError, match=r"`state_value_size`: expected a multiple of `d_model`=4096, got 5000"):
         JambaConfig(state_value_size=5000)
+    with pytest.raises(
+        ValueError, match=r"`n_experts`: expected 0 or at least 2, got 1\. A file with `num_experts`=1 has MLPs"
+    ):
+        JambaConfig(n_experts=1, n_chosen=1)
+    assert not JambaConfig(n_experts=0, n_chosen=0).has_experts
     assert (
         MambaConfig.from_hf(ConfigReader({"expand": 16, "intermediate_size": 1536})) == MambaConfig()
     )  # as in Falcon-Mamba
