@@ -84,6 +84,7 @@ class CheckpointManager(CheckpointFolder):
         self._capabilities: Capabilities | None = None  # tested by the first save
         self._saving: Future[None] | None = None  # the background save
         self._has_remains = False  # whether something could not be removed, which was logged
+        self._remains: set[str] = set()  # the checkpoints among it, which the next run tries to remove again
 
     def save(
         self,
@@ -226,10 +227,17 @@ class CheckpointManager(CheckpointFolder):
         taken = [repeat for other, repeat in map(order, index.values()) if other == step]
         repeat = 1 + max(taken, default=-1)
         for other in self.names():
-            if (step, repeat) <= order(other) < (step + 1, 0) and not self._clear(partial(self._commits.remove, other)):
+            if (step, repeat) <= order(other) < (step + 1, 0) and not self._remove(other):
                 repeat = 1 + order(other)[1]
         name = f"step_{step:08d}" + (f"_{repeat}" if repeat else "")
         return name, self._commits.check_space(name, needed), index
+
+    def _remove(self, name: str) -> bool:
+        """Removes a checkpoint, unless that failed before: a run without the permission would ask for more at each save.
+        Returns whether it is gone."""
+        if name not in self._remains and not self._clear(partial(self._commits.remove, name)):
+            self._remains.add(name)
+        return name not in self._remains
 
     def _clear(self, remove: Callable[[], None]) -> bool:
         """Removes what nothing needs any more; returns whether it is gone. A store that refuses, as without a permission to
@@ -306,7 +314,7 @@ class CheckpointManager(CheckpointFolder):
         for name in names:
             is_old = name not in kept if name in complete else order(name) < order(kept[0])
             if name not in named and (is_old or save.keep_last == 0):
-                self._clear(partial(self._commits.remove, name))
+                self._remove(name)
 
 
 _unread: set[Future[None]] = set()  # background saves whose error nobody has raised

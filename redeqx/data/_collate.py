@@ -22,9 +22,10 @@ def read(examples: Any, indices: Iterable[Any], places: Sequence[int] | None = N
 
     - `places`: the number of each example, if it differs from its index.
     """
-    items = []
-    for i in map(int, indices):
-        with example_note("Raised in reading example", [i if places is None else places[i]]):
+    items, place = [], [0]  # of the example that is read
+    with example_note("Raised in reading example", place):
+        for i in map(int, indices):
+            place[0] = i if places is None else places[i]
             items.append(examples[i])
     return items
 

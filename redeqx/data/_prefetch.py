@@ -56,7 +56,8 @@ class Prefetch(Iterator[Any]):
             self._reader = threading.get_ident()
             self._under_way.add(self)
             self._draw()
-        _without_thread_frames(lambda: wait([self._upcoming[0]]))
+        if not self._upcoming[0].done():
+            _without_thread_frames(lambda: wait([self._upcoming[0]]))
         item: Any = _END
         try:
             item = self._upcoming[0].result()

@@ -137,6 +137,11 @@ def check_kept_form(new: PyTree, before: PyTree) -> None:
     for name, leaf, old in paired_leaves(new, before, "optimizer", "optimizer.init", advice):
         found, expected = (x if hasattr(x, "dtype") else jnp.asarray(x) for x in (leaf, old))
         if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+            if found.shape == expected.shape and all(jnp.issubdtype(x.dtype, jnp.floating) for x in (found, expected)):
+                advice = (
+                    'If the parameters have several dtypes, store all in float32, with `compute="float32"` or '
+                    '`compute="bfloat16"`, or return from `optimizer.update` a state like that of `optimizer.init`.'
+                )
             raise ValueError(
                 f"`optimizer` state `{name}`: expected {expected.dtype}{list(expected.shape)}, as from `optimizer.init`, "
                 f"got {found.dtype}{list(found.shape)}. {advice}"

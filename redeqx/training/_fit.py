@@ -137,8 +137,10 @@ class FitOptions:
         if self.eval_examples is not None and not self.eval_sets:
             raise ValueError("`eval_examples`: expected at least one set by name, got none. Pass a list, or leave it out.")
         for prefix, examples in self.eval_sets.items():
-            if "/" in prefix:  # a checkpoint's name has none, as `argmin_dev_loss`
-                raise ValueError(f"`eval_examples`: expected names without `/`, got {prefix[:-1]!r}. Replace it by `_`.")
+            if "/" in prefix or prefix == "_":  # a checkpoint's name has no `/`, as `argmin_dev_loss`
+                raise ValueError(
+                    f"`eval_examples`: expected names that are not empty and without `/`, got {prefix[:-1]!r}. Rename it."
+                )
             name = f"eval_examples[{prefix[:-1]!r}]" if prefix else "eval_examples"
             known_size(examples, name)
             check_examples(examples, name, or_function=False)

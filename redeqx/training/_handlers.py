@@ -25,8 +25,8 @@ from ._callbacks import Callback
 from ._loops import evaluate
 
 _SANITY_CHECK = (
-    "Raised by the check before training, which evaluates the first {} of {} examples, so that mistakes show early. If a "
-    "metric needs more of them, pass `eval_sanity_check=False`."
+    "Raised by the check before training, which evaluates the first batch, {} of {} examples, so that mistakes show "
+    "early. If a metric needs more of them, pass `eval_sanity_check=False`."
 )
 _OF_SET = "Raised by the evaluation of `eval_examples[{!r}]`."
 

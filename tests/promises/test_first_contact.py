@@ -284,8 +284,8 @@ NOTES = {
     ),
     "a metric of all classes": (
         "KeyError", "-4",
-        "Raised by the check before training, which evaluates the first 4 of 8 examples, so that mistakes show early. If a "
-        "metric needs more of them, pass `eval_sanity_check=False`.", ["fit", "<lambda>"],
+        "Raised by the check before training, which evaluates the first batch, 4 of 8 examples, so that mistakes show "
+        "early. If a metric needs more of them, pass `eval_sanity_check=False`.", ["fit", "<lambda>"],
     ),
     "reading raises": (
         "OSError", "no such picture", "Raised in reading example 5, counted from 0.", ["fit", "__getitem__"],

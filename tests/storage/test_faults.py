@@ -170,7 +170,15 @@ def test_a_removal_that_is_cut_off_leaves_no_partial_checkpoint(bucket, monkeypa
 def test_a_store_that_refuses_to_delete_keeps_old_checkpoints(bucket, server):
     """As with credentials that may write and read. It is logged once, and neither a save nor a rerun fails."""
     (location(f"{bucket}/ckpts/step_00000004") / "model.safetensors").write_bytes(b"unfinished")
-    server.fault = lambda method, path: 403 if method == "DELETE" or path.endswith("?delete") else None
+    refused = []
+
+    def refuse(method, path):
+        if method == "DELETE" or path.endswith("?delete"):
+            refused.append(path)
+            return 403
+        return None
+
+    server.fault = refuse
     logged = []
     checkpoints = CheckpointManager(location(f"{bucket}/ckpts"), log=logged.append)
     for step in (1, 2, 3, 4):
@@ -178,6 +186,7 @@ def test_a_store_that_refuses_to_delete_keeps_old_checkpoints(bucket, server):
     [line] = logged
     assert "s3://" in line and "old checkpoints stay, as the store did not remove them. expected the store to" in line
     assert checkpoints.names() == [f"step_0000000{step}" for step in (1, 2, 3, 4)] and verified_step(checkpoints) == 4
+    assert len(refused) == 4 + 3  # remains of a crash at each save, and each of three old checkpoints once
     del checkpoints
     # a crash before the index was written: this step's checkpoint stays, and a rerun takes another name
     (location(f"{bucket}/ckpts") / "index.json").write_bytes(b'{"last": "step_00000003"}')

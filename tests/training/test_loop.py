@@ -179,7 +179,8 @@ def test_sets_to_evaluate_have_names(tmp_path):
     for wrong, message in [
         ({}, r"`eval_examples`: expected at least one set by name, got none"),
         ({"dev": []}, r"`eval_examples\['dev'\]`: expected at least one example, got none"),
-        ({"a/b": [1.0]}, r"`eval_examples`: expected names without `/`, got 'a/b'"),
+        ({"a/b": [1.0]}, r"`eval_examples`: expected names that are not empty and without `/`, got 'a/b'"),
+        ({"": [1.0]}, r"`eval_examples`: expected names that are not empty and without `/`, got ''"),
     ]:
         with pytest.raises(ValueError, match=message):
             trainer.fit([1.0], 1, 3, eval_examples=wrong)
