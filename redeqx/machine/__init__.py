@@ -9,6 +9,7 @@ from ._chips import (
     FP8_DEVICES as FP8_DEVICES,
     GIB as GIB,
     GPUS as GPUS,
+    HOST_MEMORY as HOST_MEMORY,
     TPUS as TPUS,
     Chip as Chip,
     chip_of_kind as chip_of_kind,

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core as jex
 
-from ..machine import MODEL, Chip
+from ..machine import HOST_MEMORY, MODEL, Chip
 from ..tracing import Env, insides, line_of, matmul_flops, restricted, variables
 from ._estimate import may_fuse
 from ._shards import Shards
@@ -106,17 +106,19 @@ def choose_saved(loops: Sequence[Loop], budget: float, chip: Chip, *, has_host: 
     - `has_host`: whether the host has a memory of its own.
     """
     found = [replace(loop, saved={}, carry_in=KEPT) for loop in loops]
-    left = budget - sum(loop.n * loop.carry for loop in loops)
+    left, left_in_host = budget - sum(loop.n * loop.carry for loop in loops), HOST_MEMORY if has_host else 0
     for i in sorted(range(len(loops)), key=lambda i: -loops[i].n * loops[i].carry):
-        if left >= 0 or not has_host:
-            break
-        found[i] = replace(found[i], carry_in=HOST)
-        left += loops[i].n * loops[i].carry
-    while (best := _best(found, left, chip, has_host=has_host)) is not None:
+        n_bytes = loops[i].n * loops[i].carry
+        if left < 0 and n_bytes <= left_in_host:
+            found[i] = replace(found[i], carry_in=HOST)
+            left, left_in_host = left + n_bytes, left_in_host - n_bytes
+    while (best := _best(found, left, left_in_host, chip)) is not None:
         i, each, where = best
         found[i] = replace(found[i], saved={**found[i].saved, each.key: where})
         if where == KEPT:
             left -= loops[i].n * each.n_bytes
+        else:
+            left_in_host -= loops[i].n * each.n_bytes
     return found
 
 
@@ -179,7 +181,7 @@ def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.2g} ms"
 
 
-def _best(found: Sequence[Loop], left: float, chip: Chip, *, has_host: bool) -> tuple[int, Candidate, str] | None:
+def _best(found: Sequence[Loop], left: float, left_in_host: float, chip: Chip) -> tuple[int, Candidate, str] | None:
     """Returns the candidate that saves the most time for its bytes, of those for which there is room, and where it goes."""
     best: tuple[float, int, Candidate, str] | None = None
     for i, loop in enumerate(found):
@@ -187,7 +189,8 @@ def _best(found: Sequence[Loop], left: float, chip: Chip, *, has_host: bool) -> 
         for each in loop.candidates:
             if each.key in loop.saved or not each.n_bytes:
                 continue
-            where = KEPT if loop.n * each.n_bytes <= left else HOST if has_host and loop.hides(each, chip) else None
+            n_bytes = loop.n * each.n_bytes
+            where = KEPT if n_bytes <= left else HOST if n_bytes <= left_in_host and loop.hides(each, chip) else None
             # To save it is to write and to read it.
             gain = before - loop.again({*loop.saved, each.key}) - 2 * each.n_bytes / chip.bandwidth
             if where is not None and gain > 0 and (best is None or gain / each.n_bytes > best[0]):
