@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ._setting import AttentionSetting
+from ._setting import MASK_VALUE, AttentionSetting
 from ._shared import LANES, is_default, on_each_device, pad
 
 # The arguments of the backward pass, a private function, in the version of JAX that this module supports.
@@ -81,6 +81,10 @@ def forward(
 
     def on_device(q: Any, k: Any, v: Any, segments: Any) -> tuple[Any, Any]:
         out, (log_sum,) = jax.vmap(_kernel(setting, q, k, interpret))(*_prepare(setting, q, k, v), segments)
+        if setting.in_ring and setting.window is not None:
+            # Of a block of queries that see none of these keys, the kernel computes nothing: NaN, and the log of 0.
+            is_seen = jnp.isfinite(log_sum)
+            out, log_sum = jnp.where(is_seen[..., None], out, 0), jnp.where(is_seen, log_sum, MASK_VALUE)
         n_queries = q.shape[1]
         return jnp.swapaxes(out, 1, 2)[:, :n_queries], log_sum[:, :, :n_queries]
 
