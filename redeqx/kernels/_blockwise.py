@@ -23,7 +23,8 @@ Operands = dict[str, Any]
 def forward(
     setting: AttentionSetting, q: Any, k: Any, v: Any, extras: Operands, block_size: int = BLOCK_SIZE
 ) -> tuple[Any, Any]:
-    """Returns the output `[B, T, N, H]` and the log-sum-exp of the scores, `[B, N, T]` of at least float32.
+    """Returns the output `[B, T, N, H]` and the log-sum-exp of the scores, `[B, N, T]` of at least float32; in a ring as a
+    pair, `[B, N, T, 2]`, see `_setting.AttentionSetting`.
 
     **Arguments:**
 
@@ -39,12 +40,13 @@ def forward(
         total = jnp.sum(weights, -1, keepdims=True)
         kept = _apply_dropout(setting, weights, block)
         out = einsum("bgrts,bgsh->bgrth", kept.astype(v.dtype), values)
-        log_sum = jnp.log(total) + largest
-        return sums, {"out": (out / total).astype(q.dtype), "log_sum": log_sum[..., 0]}
+        log_total = jnp.log(total)
+        log_sum = jnp.concatenate([largest, log_total], -1) if setting.in_ring else (log_total + largest)[..., 0]
+        return sums, {"out": (out / total).astype(q.dtype), "log_sum": log_sum}
 
     operands = {"q": _group_queries(q, groups), **_group_heads(extras, groups)}
     _, outs = _scan_blocks(attend_block, {}, block_size, n_queries, operands, setting.offset)
-    return rearrange(outs["out"], "b g r t h -> b t (g r) h"), rearrange(outs["log_sum"], "b g r t -> b (g r) t")
+    return rearrange(outs["out"], "b g r t h -> b t (g r) h"), rearrange(outs["log_sum"], "b g r t ... -> b (g r) t ...")
 
 
 def backward(
@@ -63,7 +65,7 @@ def backward(
     mean = rearrange(einsum("btnh,btnh->bnt", out, g), "b (g r) t -> b g r t", g=groups)
     operands = {"q": _group_queries(q, groups), "g": _group_queries(g, groups), "mean": mean}
     if setting.in_ring:
-        operands["log_sum"] = rearrange(log_sum, "b (g r) t -> b g r t", g=groups)
+        operands["log_sum"] = rearrange(log_sum, "b (g r) t pair -> b g r t pair", g=groups)
     operands |= _group_heads(extras, groups)
     bias = operands.get("bias")
     bias_is_shared = bias is not None and bias.shape[-2] == 1 != n_queries  # all blocks contribute to its gradient
@@ -71,8 +73,11 @@ def backward(
     def differentiate_block(sums: Operands, block: Operands) -> tuple[Operands, Operands]:
         scores = _scores(setting, block, keys)
         mask = scores > MASK_VALUE / 2 if setting.may_mask_all_keys else None
-        # Where scores are large, the log-sum-exp has lost the log of the sum to rounding.
-        weights = jnp.exp(scores - block["log_sum"][..., None]) if setting.in_ring else jax.nn.softmax(scores)
+        if setting.in_ring:
+            largest, log_total = jnp.split(block["log_sum"], 2, -1)
+            weights = jnp.exp(scores - largest - log_total)
+        else:
+            weights = jax.nn.softmax(scores)
         d_weights = einsum("bgrth,bgsh->bgrts", block["g"], values)
         d_scores = weights * (_apply_dropout(setting, d_weights, block) - block["mean"][..., None])
         if mask is not None:

@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from .._promotion import promoting
 from .._rounding import at_least_float32
 from . import _blockwise, _cudnn, _sequence, _splash
-from ._setting import AttentionSetting, Unsupported
+from ._setting import AttentionSetting, Unsupported, pairs_of
 from ._shared import log_fallback, make_aval
 
 attention_p = jex.Primitive("attention")
@@ -55,7 +55,8 @@ def _differentiable(setting: AttentionSetting) -> list[int]:
 @attention_p.def_abstract_eval
 def _attention_shape(q: Any, k: Any, v: Any, *rest: Any, setting: AttentionSetting) -> list[Any]:
     *batch, n_queries, n_heads, _ = q.shape
-    shapes = (*batch, n_queries, n_heads, v.shape[-1]), (*batch, n_heads, n_queries)
+    pair = (2,) * _may_be_in_ring(setting, (q, k, v, *rest))
+    shapes = (*batch, n_queries, n_heads, v.shape[-1]), (*batch, n_heads, n_queries, *pair)
     return [make_aval(shape, dtype, q) for shape, dtype in zip(shapes, (q.dtype, at_least_float32(q.dtype)), strict=True)]
 
 
@@ -202,19 +203,30 @@ def _resolve(kernel: Any, setting: AttentionSetting, operands: Sequence[Any]) ->
     return _sequence.resolve(setting, operands, segments_are_dense=kernel is _cudnn)
 
 
+def _may_be_in_ring(setting: AttentionSetting, operands: Sequence[Any]) -> bool:
+    """Whether some kernel computes operands in a ring. The primitive's log-sum-exps are then pairs, on all platforms."""
+    return any(_resolve(kernel, setting, operands).in_ring for kernel in KERNELS.values())
+
+
 def _forward(kernel: Any, *operands: Any, setting: AttentionSetting) -> list[Any]:
-    batch = operands[0].shape[:-3]
+    batch, resolved = operands[0].shape[:-3], _resolve(kernel, setting, operands)
     converted = [convert(x) for convert, x in zip(_to_kernel(kernel, setting, operands), operands, strict=True)]
     q, k, v, extras, _ = _split_operands(setting, converted)
-    outs = _sequence.forward(kernel, setting, _resolve(kernel, setting, operands), q, k, v, extras)
-    return [x.reshape(*batch, *x.shape[1:]) for x in outs]
+    out, log_sum = _sequence.forward(kernel, setting, resolved, q, k, v, extras)
+    if not resolved.in_ring and _may_be_in_ring(setting, operands):
+        log_sum = pairs_of(log_sum)
+    return [x.reshape(*batch, *x.shape[1:]) for x in (out, log_sum)]
 
 
 def _backward(kernel: Any, *operands: Any, setting: AttentionSetting) -> list[Any]:
     to_kernel = _to_kernel(kernel, setting, operands)
     converted = [convert(x) for convert, x in zip(to_kernel, operands, strict=True)]
-    q, k, v, extras, results = _split_operands(setting, converted)
-    grads = _sequence.backward(kernel, setting, _resolve(kernel, setting, operands), q, k, v, extras, *results)
+    q, k, v, extras, (out, log_sum, g) = _split_operands(setting, converted)
+    resolved = _resolve(kernel, setting, operands)
+    is_pairs = log_sum.ndim > 3  # as `_may_be_in_ring` of the forward pass, which may have had fewer rows
+    if is_pairs != resolved.in_ring:
+        log_sum = jnp.sum(log_sum, -1) if is_pairs else pairs_of(log_sum)
+    grads = _sequence.backward(kernel, setting, resolved, q, k, v, extras, out, log_sum, g)
     from_kernel = [jax.linear_transpose(to_kernel[i], operands[i]) for i in _differentiable(setting)]
     return [convert(grad)[0] for convert, grad in zip(from_kernel, grads, strict=True)]
 

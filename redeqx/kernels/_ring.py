@@ -1,9 +1,9 @@
 """Attention over split positions in a ring: keys and values travel from device to device, and are never gathered.
 
-Each device attends with its own queries to the keys that it has just then, while it sends them on. The log-sum-exps merge
-the parts; in the backward pass each part takes the output and the log-sum-exps of the whole, and the gradients of keys
-and values travel with them, in float32. With a causal mask each device has two chunks of positions, as in `_chunks.py`, so
-that in each round all devices have the same work. The program is the same for any number of devices.
+Each device attends with its own queries to the keys that it has just then, while it sends them on. The log-sum-exps, which
+are pairs of numbers, merge the parts; in the backward pass each part takes the output and the log-sum-exps of the whole, and
+the gradients of keys and values travel with them, in float32. With a causal mask each device has two chunks of positions, as
+in `_chunks.py`, so that in each round all devices have the same work. The program is the same for any number of devices.
 
 What a chunk of queries sees of a chunk of keys depends on their distance: nothing, all keys, or what the kernel masks, each
 of which is a branch. With a window, keys travel no further than it reaches. Chunks are not computed either if their keys
@@ -22,10 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._rounding import at_least_float32
+from . import _blockwise
 from ._chunks import Layout, map_queries, of_columns
 from ._dense import may_meet, span
 from ._offset import merge
-from ._setting import MASK_VALUE, NO_WEIGHTS, AttentionSetting
+from ._setting import MASK_VALUE, NO_WEIGHTS, AttentionSetting, pairs_of
 
 Operands = dict[str, Any]
 
@@ -43,24 +44,31 @@ class Ring:
     kernel: Any
     layout: Layout
 
+    @property
+    def takes_pairs(self) -> bool:
+        """Whether the kernel's log-sum-exps are pairs too. Those of other platforms are one number."""
+        return self.kernel is _blockwise
+
     def forward(self, q: Any, k: Any, v: Any, extras: Operands) -> tuple[Any, Any]:
-        """Returns the output `[B, T, N, H]` and the log-sum-exps `[B, N, T]`."""
+        """Returns the output `[B, T, N, H]` and the log-sum-exps `[B, N, T, 2]`."""
         dtype, queries = at_least_float32(q.dtype), self._split(q)
 
         def attend(chunk: int, pair: _Pair, done: Any, sums: Any, k: Any, v: Any) -> tuple[Any, Any]:
             out, log_sum = self.kernel.forward(pair.setting, queries[chunk], k, v, pair.extras)
-            parts = [done, (pair.of_rows(out.astype(dtype), 0), pair.of_rows(log_sum, MASK_VALUE))]
-            return merge(parts), sums
+            log_sum = log_sum if self.takes_pairs else pairs_of(log_sum)
+            return _merged(done, (pair.of_rows(out.astype(dtype), 0), pair.of_rows(log_sum, MASK_VALUE))), sums
 
         start = []
         for x in queries:
             shape = (*x.shape[:-1], v.shape[-1])
-            start.append((jnp.zeros(shape, dtype), jnp.full((shape[0], shape[2], shape[1]), MASK_VALUE, dtype)))
+            largest = jnp.full((shape[0], shape[2], shape[1]), MASK_VALUE, dtype)
+            start.append((jnp.zeros(shape, dtype), pairs_of(largest)))
         outs, log_sums = zip(*self._go_round(attend, start, [], [k, v], self._of_chunks(extras))[0], strict=True)
         return jnp.concatenate(outs, 1).astype(q.dtype), jnp.concatenate(log_sums, 2)
 
     def backward(self, q: Any, k: Any, v: Any, extras: Operands, out: Any, log_sum: Any, g: Any) -> list[Any]:
         """Returns the gradients of queries, keys, values and, if there is one, the bias."""
+        log_sum = log_sum if self.takes_pairs else jnp.sum(log_sum, -1)
         queries, outs, log_sums, gs = (self._split(x, dim) for x, dim in ((q, 1), (out, 1), (log_sum, 2), (g, 1)))
 
         def differentiate(chunk: int, pair: _Pair, done: Any, sums: Any, k: Any, v: Any) -> tuple[Any, Any]:
@@ -223,6 +231,13 @@ class _Pair:
         """Adds the gradient of the bias of these keys to that of all keys."""
         old = jax.lax.dynamic_slice_in_dim(total, self.start, self.size, -1)
         return jax.lax.dynamic_update_slice_in_dim(total, old + x, self.start, -1)
+
+
+def _merged(one: tuple[Any, Any], two: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Returns the output and the log-sum-exps, as pairs, of two parts of the keys together."""
+    largest = jnp.maximum(one[1][..., 0], two[1][..., 0])
+    out, log_total = merge([(out, pair[..., 0] - largest + pair[..., 1]) for out, pair in (one, two)])
+    return out, jnp.stack([largest, log_total], -1)
 
 
 def _zeros(x: Any) -> Any:

@@ -42,6 +42,8 @@ class AttentionSetting:
     - `split`: the sharding of queries `[B, T, N, H]`; None if it is unknown or there is one device.
     - `offset`: the position of the first query among the keys; not 0 if the queries are one of several chunks.
     - `in_ring`: whether the keys are computed a part at a time; a part's backward pass takes the log-sum-exps of the whole.
+        They are pairs, `[..., 2]`, of the largest score and the log of the sum relative to it: where scores are large, or
+        a bias is, a number of float32 would lose the second to rounding.
     - `names`: the names of the operands after queries, keys and values, in order. Their leading dims may be 1:
 
         - `bias`: float `[B, N or 1, T or 1, S]`, added to the scaled scores;
@@ -124,9 +126,15 @@ def make_mask(
     return out
 
 
-def lacks_keys(log_sum: Float[Array, "b n t"]) -> Bool[Array, "b t n 1"]:
+def pairs_of(log_sum: Float[Array, "b n t"]) -> Float[Array, "b n t 2"]:
+    """Returns log-sum-exps as pairs, as a ring takes them."""
+    return jnp.stack([log_sum, jnp.zeros_like(log_sum)], -1)
+
+
+def lacks_keys(log_sum: Float[Array, "b n t *pair"]) -> Bool[Array, "b t n 1"]:
     """Returns True for queries whose keys are all masked: their output is the mean of the values."""
-    return jnp.swapaxes(log_sum <= MASK_VALUE / 2, 1, 2)[..., None]
+    largest = log_sum[..., 0] if log_sum.ndim == 4 else log_sum
+    return jnp.swapaxes(largest <= MASK_VALUE / 2, 1, 2)[..., None]
 
 
 def gradient_of_mean(lacking: Bool[Array, "b t n 1"], g: Float[Array, "b t n h"], groups: int) -> Float[Array, "b 1 g h"]:

@@ -59,8 +59,9 @@ class FuseAttention(ByPositions):
         setting = self.with_split(setting, eqn.invars[0])
         params = {**eqn.params, "setting": setting}
         kept_eqn = eqn.replace(params=params, invars=[eqn.invars[i] for i in kept])
-        out, *others = run(kept_eqn, [plain(ins[i]) for i in kept])
-        return [constrain_positions(setting, out), *others]
+        out, log_sum = run(kept_eqn, [plain(ins[i]) for i in kept])
+        is_pairs = log_sum.ndim > len(eqn.outvars[1].aval.shape)  # of a ring, which other equations do not know of
+        return [constrain_positions(setting, out), log_sum.sum(-1) if is_pairs else log_sum]
 
     def with_split(self, setting: AttentionSetting, queries: Any) -> AttentionSetting:
         """Returns the setting with the split of queries, given the variable or the atom that they are made of."""
