@@ -1,7 +1,8 @@
 """Derivatives that are not JAX's: those that the user, or a package that is not known, wrote for a function.
 
 Such a derivative is one more block of the equation that calls the function. It takes the operands and the gradients of the
-outputs. `_rows` checks that it depends on rows as JAX's derivatives do.
+outputs, and returns the outputs, which it may compute in another way, and the gradients of the operands. `_rows` checks that
+it depends on rows as JAX's derivatives do.
 """
 
 from collections.abc import Sequence
@@ -38,5 +39,5 @@ def take_derivative(names: Any, step: Step, ins: Sequence[Value], outs: Sequence
     names.is_differentiated = False  # no derivative of a derivative is taken
     step.derivative = derivative = names.block(closed, derivative.ins)
     names.is_differentiated = True
-    del derivative.outs[: len(outs)]
-    return [out.depends(*derivative.outs) for out in outs]
+    gradients = derivative.outs[len(outs) :]
+    return [out.depends(value, *gradients) for out, value in zip(outs, derivative.outs, strict=False)]

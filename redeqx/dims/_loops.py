@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..kernels import formula
-from ..tracing import CUSTOM_DERIVATIVES, insides, without_remats
+from ..tracing import CUSTOM_DERIVATIVES, insides, normal, without_remats
 from ._atoms import Step, Value
 from ._derivatives import has_own_derivative, take_derivative
 
@@ -73,5 +73,6 @@ LOOPS: dict[str, Callable[[Any, Step], list[Value]]] = {
     **dict.fromkeys(("scan", "while", "cond", "jit", "closed_call", "eval_jaxpr", *CUSTOM_DERIVATIVES), _enter),
     **dict.fromkeys(("attention", "attention_gradient"), lambda names, step: _follow(names, step, formula(step.eqn))),
     "custom_linear_solve": _linear_solve,
+    "remat_opt": lambda names, step: _follow(names, step, normal(step.eqn.params["fwd_jaxpr"])),  # of `optimize_remat=True`
     **dict.fromkeys(("shard_map", "custom_lin"), _opaque),
 }

@@ -199,11 +199,10 @@ class RowDependence:
 
     def _is_by_row(self, step: Step, derivative: Block, outs: Sequence[State]) -> bool:
         """Whether a derivative depends on rows as JAX's do, and is linear in the gradients that it takes: its gradient of a
-        value by row is by row, and of a value without rows a sum over rows."""
+        value by row is by row, and of a value without rows a sum over rows. Its outputs are those of the function."""
         operands, floats = [*derivative.ins], [out for out in step.outs if is_float(out)]
         del operands[len(operands) - len(floats) :]
-        differentiated = list(filter(is_float, operands))
-        wanted = [i for i, value in enumerate(differentiated) if id(value) in self._trained]
+        wanted = [(i, v) for i, v in enumerate(filter(is_float, operands)) if id(v) in self._trained]
         states = dict(zip(map(id, step.outs), outs, strict=True))
         if not wanted or any(state.kind == MIXED for state in outs):
             return True
@@ -213,9 +212,10 @@ class RowDependence:
         for power in (0, 1):  # of a derivative that is not linear in the gradients, at most one has the expected degrees
             given = [self._gradient(out, states[id(out)], power) for out in floats]
             found = self._follow(derivative, [*ins, *given])
-            for i in wanted:
-                state, (kind, degree, *_) = found[i], self._gradient(differentiated[i], self.of(differentiated[i]), power)
-                degrees = {FREE: degree, kind: degree}
+            expected = [(i, out) for i, out in enumerate(outs) if id(step.outs[i]) in self._live]
+            expected += [(len(outs) + i, self._gradient(v, self.of(v), power)) for i, v in wanted]
+            for i, (kind, degree, *_) in expected:
+                state, degrees = found[i], {FREE: degree, kind: degree}
                 if kind == SUM:  # a loop over rows adds up those of its iterations
                     degrees[ROW] = degree - 1
                 if state.kind not in degrees or not (state.is_of_any_degree or state.degree == degrees[state.kind]):

@@ -15,9 +15,15 @@ from ..errors import is_ours
 _LIBRARIES = ("jax", "equinox", "einops", "jaxtyping")
 
 
-# Where `filter_custom_jvp`, `filter_custom_vjp`, `custom_gradient` and `defjvps` make a derivative of a given one.
-# The file that calls such a function tells whose that is.
-_MAKE_DERIVATIVES = (os.path.join("equinox", "_ad.py"), os.path.join("jax", "_src", "custom_derivatives.py"))
+# Where `filter_custom_jvp`, `filter_custom_vjp`, `custom_gradient` and `defjvps` make a derivative of a given one, and
+# `jax.jvp` that of a given function. The file that calls such a function tells whose that is, except with `defjvps`.
+_MAKE_DERIVATIVES = (
+    os.path.join("equinox", "_ad.py"),
+    *(os.path.join("jax", "_src", name) for name in ("api.py", "custom_derivatives.py")),
+)
+# Of those above, the packages whose own functions have derivatives that are made in this way. Equinox's layers and
+# transformations, and the models of this package, call functions of the user too.
+_OF_MADE = {"equinox": "equinox.internal", **{name: name for name in ("diffrax", "lineax", "optimistix")}}
 
 
 def line_of(eqn: Any, *skipped: str) -> str:
@@ -46,17 +52,19 @@ def made_in(closed: Any, *packages: str) -> bool:
 def has_derivative_of(eqn: Any, *packages: str) -> bool:
     """Whether the derivative of a `custom_jvp` or `custom_vjp` is defined in one of these packages, whatever function it is
     the derivative of: `jax.custom_jvp(jnp.sin)` may get one of the user's."""
-    info = eqn.params.get("jvp_jaxpr_fun", eqn.params.get("bwd")).debug_info
+    rule = eqn.params.get("jvp_jaxpr_fun", eqn.params.get("bwd"))
+    info = getattr(rule, "debug_info", None)
+    if info is None:  # a form of another version of JAX
+        return False
     file = info.func_filename or ""
-    if file.endswith(_MAKE_DERIVATIVES) and info.func_name == "jvp":  # of `defjvps`
-        file = eqn.params["call_jaxpr"].jaxpr.debug_info.func_filename or ""
-    elif file.endswith(_MAKE_DERIVATIVES) and not info.func_name.startswith("_"):
+    if file.endswith(_MAKE_DERIVATIVES) and not info.func_name.startswith("_"):
+        if info.func_name == "jvp" and info.traced_for == "custom_jvp jvp":  # of `defjvps`, whoever calls the function
+            return False
         traceback = eqn.source_info.traceback
         files = () if traceback is None else (frame.file_name for frame in traceback.frames)
         outside = (x for x in files if not x.startswith((*_folders("jax"), "<")) and not x.endswith(_MAKE_DERIVATIVES))
         file = next(outside, "")
-        # Equinox's layers and transformations call functions of the user too.
-        packages = tuple("equinox.internal" if name == "equinox" else name for name in packages)
+        packages = tuple(_OF_MADE[name] for name in packages if name in _OF_MADE)
     return file.startswith(_folders(*packages))
 
 

@@ -1,6 +1,7 @@
 """Losses that look like sums over rows and are none, and their neighbours that are: verdicts, and numbers in two parts."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -615,6 +616,39 @@ softplus_with_a_maximum = jax.custom_vjp(jax.nn.softplus)
 softplus_with_a_maximum.defvjp(lambda x: (jax.nn.softplus(x), x), lambda x, g: (g / jnp.abs(x).max(),))
 sine_by_row = jax.custom_jvp(jnp.sin)
 sine_by_row.defjvp(lambda x, t: (jnp.sin(x[0]), t[0] * jnp.cos(0.5 * x[0])))
+sine_by_defjvps_with_a_mean = jax.custom_jvp(jnp.sin)
+sine_by_defjvps_with_a_mean.defjvps(lambda t, out, x: t * jnp.cos(x.mean()))
+sine_by_defjvps_by_row = jax.custom_jvp(jnp.sin)
+sine_by_defjvps_by_row.defjvps(lambda t, out, x: t * jnp.cos(0.5 * x))
+sine_by_the_derivative_of_another = jax.custom_jvp(jnp.sin)
+sine_by_the_derivative_of_another.defjvp(partial(jax.jvp, lambda x: jnp.sin(x) - x.mean()))
+
+
+@jax.custom_vjp
+def with_a_mean_in_its_forward_pass(x):
+    return x * 1.0
+
+
+with_a_mean_in_its_forward_pass.defvjp(lambda x: (x * x.mean(), None), lambda _, g: (g,))
+
+
+@jax.custom_jvp
+def with_its_sign(x):
+    return x * 1.0, (x > 0).astype(jnp.int32)
+
+
+@with_its_sign.defjvp
+def _(primals, tangents):
+    outs = with_its_sign(*primals)
+    return outs, (tangents[0] * 0.5, np.zeros(outs[1].shape, jax.dtypes.float0))
+
+
+@jax.custom_vjp
+def cosine_that_can_be_dropped(x):
+    return jnp.cos(x)
+
+
+cosine_that_can_be_dropped.defvjp(lambda x: (jnp.cos(x), jnp.sin(x)), lambda sine, g: (-g * sine,), optimize_remat=True)
 
 
 @eqx.filter_custom_jvp
@@ -631,6 +665,34 @@ with_a_mean_in_a_custom_gradient: Any = jax.custom_gradient(lambda x: (jnp.sin(x
 @unknown
 def a_derivative_that_mixes_of_a_function_of_jax(p, batch, key):
     return sine_with_a_mean(by_rows(p, batch)).mean()
+
+
+@unknown
+def a_derivative_by_defjvps_that_mixes_of_a_function_of_jax(p, batch, key):
+    return sine_by_defjvps_with_a_mean(by_rows(p, batch)).mean()
+
+
+@unknown
+def a_derivative_of_a_function_that_mixes(p, batch, key):
+    return sine_by_the_derivative_of_another(by_rows(p, batch)).mean()
+
+
+@unknown
+def a_forward_pass_that_mixes(p, batch, key):
+    """It is computed where a gradient is taken, instead of the function."""
+    return with_a_mean_in_its_forward_pass(by_rows(p, batch)).mean()
+
+
+@separable
+def forward_passes_that_call_the_function_or_can_be_dropped(p, batch, key):
+    x = by_rows(p, batch)
+    return (with_its_sign(x)[0] + cosine_that_can_be_dropped(x)).mean()
+
+
+@separable
+def derivatives_by_defjvps(p, batch, key):
+    x = jnp.tanh(batch["x"].mean(1) @ p["w"])
+    return (sine_by_defjvps_by_row(by_rows(p, batch)) + jax.nn.relu(x @ p["w"]).sum(1) + jax.nn.relu6(p["v"]).sum()).mean()
 
 
 @unknown
@@ -706,6 +768,13 @@ def a_derivative_that_mixes_in_the_head_of_a_cross_entropy(p, batch, key):
     """The cross-entropy's own derivative is trusted, and not that of the user's head inside it."""
     head = lambda x: with_a_mean_in_its_derivative(x @ p["w"])  # noqa: E731
     return cross_entropy(batch["x"].mean(1)[:, None], batch["label"][:, None], head=head).total / len(batch["x"])
+
+
+@unknown
+def a_derivative_by_equinox_that_mixes_as_the_head_of_a_cross_entropy(p, batch, key):
+    """A model of this package calls it."""
+    x = (batch["x"].mean(1) @ p["w"])[:, None]
+    return cross_entropy(x, batch["label"][:, None], head=filtered_with_a_mean).total / len(x)
 
 
 @separable
