@@ -6,6 +6,7 @@ from functools import wraps
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from ..memory import Loop
@@ -38,18 +39,22 @@ class Functions:
 
     def gradient(self, *, is_only: bool = False) -> Callable[..., Any]:
         """Returns `(trained, frozen, state, batch, key, rows) -> ((total, weight, metrics, gradients of the total),
-        state)`."""
+        state)`. Where the verdict is no proof, they are those of the quotient, times the weight: a derivative of the user's
+        own, as one that clips, then takes the same gradient as in a hand-written step."""
         if self.task.grad_fn is not None:
             by_user = self._of_part(self.task.gradient(is_only=is_only), "grad_fn", is_only=is_only)
             return lambda trained, frozen, *rest: by_user([*trained, *frozen], *rest)
-        loss = self.loss(inference=False, is_only=is_only)
+        loss, rows = self.loss(inference=False, is_only=is_only), self.task.rows
+        is_divided = rows is not None and not rows.is_exact  # it may have a derivative of the user's that is not linear
 
         def gradient(trained: list, frozen: list, *rest: Any) -> Any:
             def of_trained(trained: list) -> Any:
                 ((total, weight, metrics), state) = loss([*trained, *frozen], *rest)
-                return total, (weight, metrics, state)
+                by = jnp.where(weight == 0, 1, weight) if is_divided else None
+                return total if by is None else total / by, (total, weight, metrics, state, by)
 
-            (total, (weight, metrics, state)), grads = jax.value_and_grad(of_trained, has_aux=True)(trained)
+            (_, (total, weight, metrics, state, by)), grads = jax.value_and_grad(of_trained, has_aux=True)(trained)
+            grads = grads if by is None else [(g * by).astype(g.dtype) for g in grads]
             return (total, weight, metrics, grads), state
 
         return gradient

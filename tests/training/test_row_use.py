@@ -118,6 +118,25 @@ def test_rows_that_may_mix_are_not_cut(n_rows):
 
 
 @pytest.mark.filterwarnings("ignore:`batch_size`. expected micro-batches")
+@pytest.mark.parametrize(("is_sum", "accumulate"), [(False, 2), (True, 1), pytest.param(True, 2, marks=pytest.mark.sweep)])
+def test_a_derivative_that_is_not_linear_takes_the_gradient_of_a_hand_written_step(is_sum, accumulate):
+    """Of the mean over a micro-batch, and not of the sum over its rows, which is clipped more."""
+
+    def loss_fn(model, batch, key):
+        value = clipped(model, batch, key)
+        return redeqx.Loss(value * len(batch), len(batch)) if is_sum else value
+
+    trainer = make_trainer(loss_fn, accumulate_grad_batches=accumulate)
+    model = trainer.model
+    grads = [eqx.filter_jit(eqx.filter_grad(clipped))(model, part, None) for part in np.split(DATA[:32], accumulate)]
+    found = [np.asarray(x) for x in jax.tree.leaves(eqx.filter(model, eqx.is_array))]
+    trainer.update(DATA[:32])
+    after = jax.tree.leaves(eqx.filter(trainer.model, eqx.is_array))
+    for new, old, *of in zip(after, found, *map(jax.tree.leaves, grads), strict=True):
+        np.testing.assert_allclose(new, old - 0.1 * np.mean(of, 0), atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:`batch_size`. expected micro-batches")
 @pytest.mark.parametrize("shards", [(1, 1), pytest.param((2, 2), marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(
     ("n_rows", "accumulate"),
