@@ -5,7 +5,7 @@ Sources: *Mamba* (arXiv:2312.00752); *Falcon Mamba* (arXiv:2410.05355).
 
 from dataclasses import dataclass
 
-from .decoder import Decoder, DecoderConfig, Names, ScanWidth, StepRank, mamba1_names, rows
+from .decoder import Decoder, DecoderConfig, DrawnSteps, Names, ScanWidth, StepRank, mamba1_names, rows
 from .hf import Field, Only, Row, published
 
 
@@ -24,8 +24,7 @@ class MambaConfig(DecoderConfig):
     """The sizes of a Mamba. The defaults are those of transformers, which are those of no published model. See
     `DecoderConfig`.
 
-    `n_positions` only limits texts, as the model has no positions. Initial steps and convolutions are drawn as in other
-    decoders, not as `time_step_min` and others say, which are kept.
+    `n_positions` only limits texts, as the model has no positions. Initial convolutions are drawn as in other decoders.
     """
 
     vocab_size: int = 50280
@@ -48,7 +47,7 @@ class MambaConfig(DecoderConfig):
 
     model_type = "mamba"
     attention_period, unrotated_period, has_one_part = 0, 1, True
-    rows = alone(ScanWidth("expand", "intermediate_size"), StepRank("time_step_rank"))
+    rows = alone(ScanWidth("expand", "intermediate_size"), StepRank("time_step_rank"), DrawnSteps(of_weights=True))
     names = Names(
         {"norm": "attention_norm", **mamba1_names("mixer")},
         layers="backbone.layers.{}.",

@@ -5,7 +5,7 @@ Source: *Transformers are SSMs* (arXiv:2405.21060).
 
 from dataclasses import dataclass, replace
 
-from .decoder import Decoder, StateHeads, StepLimits, mamba_names
+from .decoder import Decoder, DrawnSteps, StateHeads, StepLimits, mamba_names
 from .hf import Field, published
 from .mamba import MambaConfig, alone
 
@@ -27,7 +27,9 @@ class Mamba2Config(MambaConfig):
     pad_token_id: int | None = 1
 
     model_type = "mamba2"
-    rows = alone(Field("n_groups", "state_groups"), StateHeads("num_heads", "head_dim", "expand"), StepLimits())
+    rows = alone(
+        Field("n_groups", "state_groups"), StateHeads("num_heads", "head_dim", "expand"), StepLimits(), DrawnSteps()
+    )
     names = replace(MambaConfig.names, block={"norm": "attention_norm", **mamba_names("mixer")})
     sizes = published({"codestral-7b": {}})
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ._kinds import TEXT
-from .decoder import GROUPED, OLDER, Decoder, DecoderConfig, Names, StepLimits, expert_names, mamba_names, rows
+from .decoder import GROUPED, OLDER, Decoder, DecoderConfig, DrawnSteps, Names, StepLimits, expert_names, mamba_names, rows
 from .hf import ConfigReader, Field, Only, Row, published
 
 _LETTERS = {"M": "mixer", "E": "experts", "*": "attention", "-": "mlp"}  # of `hybrid_override_pattern`
@@ -82,13 +82,16 @@ class NemotronHConfig(DecoderConfig):
         *(Field("layer_norm_epsilon", "norm_eps"), Field("mlp_hidden_act", "activation", TEXT)),
         *map(Field, ("attention_bias", "mlp_bias", "conv_kernel")),
         *(Field("use_conv_bias", "conv_bias"), Field("n_groups", "state_groups"), Field("ssm_state_size", "state_size")),
-        *(Field("mamba_num_heads", "state_heads"), Field("mamba_head_dim", "state_value_size"), StepLimits("time_step_min")),
+        *(Field("mamba_num_heads", "state_heads"), Field("mamba_head_dim", "state_value_size")),
+        *(StepLimits("time_step_min"), DrawnSteps()),
         *(Only("mamba_hidden_act", "silu"), Only("use_bias", False), Only("mamba_proj_bias", False)),
         *(Only("moe_latent_size", None), Only("sliding_window", None)),
         without=("rope_theta",),
     )
     aliases = MappingProxyType(
         {"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts", "mamba_dt_min": "time_step_min"}
+        | {"mamba_dt_max": "time_step_max", "mamba_dt_init_floor": "time_step_floor", "mamba_n_groups": "n_groups"}
+        | {"mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias"}
     )
     names = Names(
         {

@@ -19,6 +19,7 @@ from ._layer_rows import (
 from ._mixer_rows import (
     DELTA as DELTA,
     OLDER as OLDER,
+    DrawnSteps as DrawnSteps,
     MixerLayers as MixerLayers,
     ScanWidth as ScanWidth,
     StateHeads as StateHeads,
@@ -63,3 +64,4 @@ from ._rows import (
     Switched as Switched,
     rows as rows,
 )
+from ._steps import InitialSteps as InitialSteps

@@ -11,6 +11,10 @@ from ._layers import check_kinds
 
 def check_values(config: Any) -> None:
     """Raises ValueError for values of a `DecoderConfig` that no decoder has."""
+    if config.n_chosen and config.n_experts == 0:
+        raise ValueError(
+            f"`n_chosen`: expected 0 without experts, got {config.n_chosen}. Pass `n_chosen=0`, or `n_experts`."
+        )
     optional = ("d_mlp", "n_kv_heads", "head_size", "window", "d_embedding", "d_expert", "n_classes")
     optional = (*optional, "latent_size", "query_latent_size", *(["n_experts"] if config.n_chosen else []))
     check_sizes(config, "vocab_size", "n_positions", "d_model", "n_layers", "n_heads")

@@ -13,6 +13,7 @@ from ._factors import PLAIN, Factors
 from ._layers import kinds_of, period_of
 from ._names import Names
 from ._rows import ROWS
+from ._steps import DRAWN, InitialSteps
 
 Self = TypeVar("Self", bound="DecoderConfig")
 
@@ -63,6 +64,7 @@ class DecoderConfig(FolderConfig):
     - `state_groups`, `state_heads`: of a mixer with states, the number of heads of queries and keys, and of heads of values.
     - `state_size`, `state_value_size`: the width of a head of queries and keys, and of values.
     - `step_limits`: the least and the largest step of a Mamba-2.
+    - `initial_steps`: how long the steps of a state space are before training.
     - `step_rank`: the width of the vector that steps of a Mamba-1 are computed from; None for a sixteenth of `d_model`.
     - `norms_states`, `norms_first`: whether what heads of a state space return is normalized; and before their gate.
     - `global_head_size`, `global_kv_heads`: the width of a head, and the number of key and value heads, in layers without a
@@ -166,6 +168,7 @@ class DecoderConfig(FolderConfig):
     state_size: int = 128
     state_value_size: int = 128
     step_limits: tuple[float, float] = (0.0, math.inf)
+    initial_steps: InitialSteps = DRAWN
     step_rank: int | None = None
     norms_states: bool = True
     norms_first: bool = False
@@ -254,7 +257,8 @@ class DecoderConfig(FolderConfig):
     scales_bias: ClassVar[bool] = False  # biases of scores are scaled as scores are, and rounded to bfloat16
     router_eps: ClassVar[float] = 1e-20  # added to the sum of sigmoids that weights are divided by
     wide_routers: ClassVar[tuple[str, ...]] = ()  # of routers, what is float32 in models of 16 bits
-    latent_eps: ClassVar[float] = 1e-6  # of the norms of latent vectors
+    # Added to the mean square in the norms of latent vectors, and in those of a Mamba-1 that have no weights.
+    latent_eps: ClassVar[float] = 1e-6
     scan_norm: ClassVar[str | None] = None  # of queries, keys and steps of a Mamba-1: "rms", or "plain" without leaves
     names: ClassVar[Names] = Names()
     rows = ROWS
@@ -348,7 +352,7 @@ class DecoderConfig(FolderConfig):
 
     @property
     def dense(self) -> tuple[bool, ...]:
-        """Whether each layer has no experts."""
+        """Whether each layer has an MLP and no experts, if it has either."""
         has = self.default_experts(self.n_layers) if self.expert_layers is None else self.expert_layers
         return tuple(not self.n_experts or i < self.n_dense or i not in has for i in range(self.n_layers))
 

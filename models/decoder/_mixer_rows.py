@@ -8,6 +8,7 @@ from typing import Any
 
 from .._kinds import LIST, SIZE
 from ..hf import ConfigReader, Field, Only, Row
+from ._steps import InitialSteps
 
 # Older names of the kinds of layers.
 OLDER: Mapping[str, str] = MappingProxyType({"mamba": "linear_attention", "attention": "full_attention"})
@@ -186,6 +187,11 @@ class StepLimits(Row):
             raise ValueError(
                 f"`step_limits`: expected no largest step, got {config.step_limits}. Set the second to infinity."
             )
+        if self.least is not None and config.step_limits[0] != config.initial_steps.least:
+            raise ValueError(
+                f"`initial_steps`: expected the `least` of `step_limits`, {config.step_limits[0]}, got "
+                f"{config.initial_steps.least}. `{self.least}` is both: set both."
+            )
 
     def write(self, config: Any) -> dict[str, Any]:
         least, most = config.step_limits
@@ -194,6 +200,41 @@ class StepLimits(Row):
         if not least and most == math.inf:
             return {}
         return {"time_step_limit": [least, most if most < math.inf else _INFINITE]}
+
+
+class DrawnSteps(Row):
+    """The initial steps of a state space."""
+
+    keys = MappingProxyType({"initial_steps": "time_step_max"})
+
+    def __init__(self, *, of_weights: bool = False):
+        """**Arguments:**
+
+        - `of_weights`: whether there are keys of their weights, too, as for a Mamba-1.
+        """
+        self.of_weights = of_weights
+        self.numbers = {"least": "time_step_min", "most": "time_step_max", "floor": "time_step_floor"}
+        self.numbers |= {"scale": "time_step_scale"} if of_weights else {}
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        usual = known["initial_steps"]
+        found: dict[str, Any] = {name: reader.get(key, getattr(usual, name)) for name, key in self.numbers.items()}
+        if self.of_weights:
+            found["is_constant"] = reader.only("time_step_init_scheme", "random", "constant") == "constant"
+        return {"initial_steps": InitialSteps(**found)}
+
+    def check(self, config: Any) -> None:
+        steps = config.initial_steps
+        if not self.of_weights and (steps.scale != 1 or steps.is_constant):
+            raise ValueError(
+                f"`initial_steps`: expected no `scale` or `is_constant`, got {steps}. Leave them out: steps "
+                "of a Mamba-2 have no such weights."
+            )
+
+    def write(self, config: Any) -> dict[str, Any]:
+        steps = config.initial_steps
+        scheme = {"time_step_init_scheme": "constant" if steps.is_constant else "random"} if self.of_weights else {}
+        return {**{key: getattr(steps, name) for name, key in self.numbers.items()}, **scheme}
 
 
 def mamba_rows(width: tuple[str, int] | None = None) -> tuple[Row, ...]:

@@ -137,6 +137,7 @@ def make_delta(config: DecoderConfig, key: PRNGKeyArray) -> GatedDelta:
     keys, heads = iter(jax.random.split(key, 11)), config.state_heads
     return GatedDelta(
         **_recurrence(config, keys, "query key value gate strength decay"),
+        decay_bias=jnp.ones(heads),
         log_rate=jnp.log(jax.random.uniform(next(keys), (heads,), minval=0.01, maxval=16.0)),
         norm=eqx.nn.RMSNorm(config.state_value_size, eps=config.norm_eps, use_bias=False),
         output=_output(config, next(keys)),
@@ -145,11 +146,12 @@ def make_delta(config: DecoderConfig, key: PRNGKeyArray) -> GatedDelta:
 
 def make_mamba(config: DecoderConfig, key: PRNGKeyArray) -> Mamba2:
     """Returns a layer with a state space, whose rates of decay are 1, 2, 3, ..."""
-    keys, heads, groups = iter(jax.random.split(key, 9)), config.state_heads, config.state_groups
+    keys, heads, groups = iter(jax.random.split(key, 10)), config.state_heads, config.state_groups
     d_key, d_value = groups * config.state_size, heads * config.state_value_size
     bias = jnp.zeros if config.conv_bias else lambda width: None
     return Mamba2(
         **_recurrence(config, keys, "query key value gate decay"),
+        decay_bias=config.initial_steps.bias(heads, next(keys)),
         log_rate=jnp.log(jnp.arange(1.0, heads + 1)),
         norm=GroupRMSNorm(d_value, groups, eps=config.norm_eps) if config.norms_states else None,
         output=_output(config, next(keys)),
@@ -165,8 +167,8 @@ def make_mamba(config: DecoderConfig, key: PRNGKeyArray) -> Mamba2:
 
 def make_mamba1(config: DecoderConfig, key: PRNGKeyArray) -> Mamba1:
     """Returns a layer with the state space of the first Mamba, whose rates of decay are 1, 2, 3, ... in each feature."""
-    keys, std, d = iter(jax.random.split(key, 8)), config.init_std, config.d_model
-    inner, size = config.state_value_size, config.state_size
+    keys, std, d = iter(jax.random.split(key, 10)), config.init_std, config.d_model
+    inner, size, rank, steps = config.state_value_size, config.state_size, config.rank, config.initial_steps
     make = lambda n_in, n_out: normal_linear(n_in, n_out, std=std, use_bias=False, key=next(keys))  # noqa: E731
 
     def make_scan_norm(width: int) -> eqx.nn.RMSNorm | None:
@@ -176,26 +178,27 @@ def make_mamba1(config: DecoderConfig, key: PRNGKeyArray) -> Mamba1:
         eps = config.latent_eps if is_plain else config.norm_eps
         return eqx.nn.RMSNorm(width, eps=eps, use_weight=not is_plain, use_bias=False)
 
+    decay = eqx.tree_at(lambda layer: layer.weight, make(rank, inner), steps.weight(inner, rank, next(keys)))
     return Mamba1(
         query=make(inner, size),
         key=make(inner, size),
         value=make(d, inner),
         gate=make(d, inner),
-        decay=make(config.rank, inner),
+        decay=decay,
         query_taps=None,
         key_taps=None,
         value_taps=std * jax.random.normal(next(keys), (inner, config.conv_kernel)),
-        decay_bias=jnp.ones(inner),
+        decay_bias=steps.bias(inner, next(keys)),
         log_rate=jnp.log(jnp.broadcast_to(jnp.arange(1.0, size + 1), (inner, size))),
         norm=None,
         output=_output(config, next(keys)),
         n_groups=1,
         n_heads=1,
         activation=config.mixer_activation or config.activation,
-        low=make(inner, config.rank),
+        low=make(inner, rank),
         query_norm=make_scan_norm(size),
         key_norm=make_scan_norm(size),
-        low_norm=make_scan_norm(config.rank),
+        low_norm=make_scan_norm(rank),
         value_bias=jnp.zeros(inner) if config.conv_bias else None,
         skip=jnp.ones(inner),
     )
@@ -211,7 +214,7 @@ def _recurrence(config: DecoderConfig, keys: Iterator[PRNGKeyArray], projections
     read = ("query", "key", "value")
     taps = {f"{name}_taps": std * jax.random.normal(next(keys), (widths[name], config.conv_kernel)) for name in read}
     sizes = {"n_groups": groups, "n_heads": heads, "activation": config.mixer_activation or config.activation}
-    return {**layers, **taps, "decay_bias": jnp.ones(heads), **sizes}
+    return {**layers, **taps, **sizes}
 
 
 def _output(config: DecoderConfig, key: PRNGKeyArray) -> eqx.nn.Linear:

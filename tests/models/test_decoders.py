@@ -12,10 +12,10 @@ from safetensors.numpy import load_file, save_file
 import redeqx
 from redeqx.models import cross_entropy, from_pretrained, save_pretrained
 from redeqx.models._families import MODELS
-from redeqx.models.bamba import Bamba
+from redeqx.models.bamba import Bamba, BambaConfig
 from redeqx.models.bloom import Bloom
 from redeqx.models.cohere import Cohere, Cohere2
-from redeqx.models.decoder import Decoder, Factors, SequenceClassifier, TokenClassifier
+from redeqx.models.decoder import Decoder, Factors, InitialSteps, SequenceClassifier, TokenClassifier
 from redeqx.models.deepseek import DeepseekV2
 from redeqx.models.deepseek_v3 import DeepseekV3, DeepseekV3Config
 from redeqx.models.dots import Dots1Config
@@ -37,8 +37,8 @@ from redeqx.models.hf import ConfigReader
 from redeqx.models.jamba import Jamba, JambaConfig
 from redeqx.models.lfm import Lfm2, Lfm2Config
 from redeqx.models.lfm_moe import Lfm2Moe
-from redeqx.models.mamba import FalconMamba, Mamba, MambaConfig
-from redeqx.models.mamba2 import Mamba2
+from redeqx.models.mamba import FalconMamba, FalconMambaConfig, Mamba, MambaConfig
+from redeqx.models.mamba2 import Mamba2, Mamba2Config
 from redeqx.models.minimax import MiniMaxM2, MiniMaxM2Config
 from redeqx.models.mistral import Ministral3, Mistral, Mixtral, MixtralConfig
 from redeqx.models.mistral4 import Mistral4
@@ -225,6 +225,8 @@ def test_presets_have_the_published_number_of_parameters(cls):
         ),
         (Mamba, {"use_bias": True}, r"`use_bias`: expected False, .* got True"),
         (Mamba, {"time_step_rank": 0}, r"`time_step_rank`: expected a whole number from 1"),
+        (Mamba, {"time_step_init_scheme": "zeros"}, r"`time_step_init_scheme`: expected 'random' or 'constant', .*'zeros'"),
+        (Mamba, {"time_step_floor": -1.0}, r"`time_step_floor`: expected a finite number of at least 0, got -1\.0"),
         (FalconMamba, {"mixer_rms_eps": 1e-5}, r"`mixer_rms_eps`: expected 1e-06, .* got 1e-05"),
         (Jamba, {"attn_layer_offset": 8}, r"`attn_layer_offset`: expected less than `attn_layer_period`=8, .* got 8"),
         (Jamba, {"mamba_proj_bias": True}, r"`mamba_proj_bias`: expected False, .* got True"),
@@ -782,9 +784,60 @@ def test_layers_at_equal_distances_have_experts_or_attention():
     ):
         JambaConfig(n_experts=1, n_chosen=1)
     assert not JambaConfig(n_experts=0, n_chosen=0).has_experts
+    message = r"`n_chosen`: expected 0 without experts, got 2\. Pass `n_chosen=0`, or `n_experts`\."
+    with pytest.raises(ValueError, match=message):
+        JambaConfig(n_experts=0)
     assert (
         MambaConfig.from_hf(ConfigReader({"expand": 16, "intermediate_size": 1536})) == MambaConfig()
     )  # as in Falcon-Mamba
+
+
+SMALL = {"vocab_size": 5, "d_model": 64, "n_layers": 2}
+ONE = {"n_heads": 2, "n_kv_heads": 2, "d_mlp": 8}
+
+
+@pytest.mark.parametrize(
+    ("cls", "config"),
+    [
+        (Mamba, MambaConfig(**SMALL, state_value_size=4096, initial_steps=InitialSteps(0.01, 10.0))),
+        (
+            FalconMamba,
+            FalconMambaConfig(**SMALL, state_value_size=4096, initial_steps=InitialSteps(scale=0.5, is_constant=True)),
+        ),
+        (Mamba2, Mamba2Config(**SMALL, state_heads=4096, state_value_size=1, initial_steps=InitialSteps(0.1, 0.2))),
+        (NemotronH, NemotronHConfig(**SMALL, parts=("mixer",) * 2, state_heads=4096, state_value_size=1)),
+        (Jamba, JambaConfig(**SMALL, **ONE, n_experts=2, n_chosen=1, state_value_size=4096)),
+        (Bamba, BambaConfig(**SMALL, **ONE, state_heads=4096, state_value_size=1)),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_initial_steps_are_drawn_by_their_logarithms(cls, config):
+    """As in the papers' code; those of Jamba, Bamba and others whose files do not say it, too."""
+    steps = config.initial_steps
+    mixer = eqx.filter_jit(lambda key: cls(config, key=key).stack)(jax.random.key(0)).blocks
+    mixer = getattr(mixer, "layers", [mixer])[0].mixer
+    drawn = np.log(np.log1p(np.exp(np.asarray(mixer.decay_bias[0], float))))
+    share = (drawn - np.log(steps.least)) / np.log(steps.most / steps.least)
+    np.testing.assert_allclose(np.quantile(share, [0, 0.25, 0.5, 0.75, 1]), [0, 0.25, 0.5, 0.75, 1], atol=0.03)
+    if config.mixer == "mamba1":
+        weight, size = mixer.decay.weight, steps.scale * config.rank**-0.5
+        assert jnp.abs(weight).max() <= size * 1.001 and (steps.is_constant or weight.min() < -0.9 * size)
+        assert not weight.weak_type
+        assert bool((weight == weight[0, 0, 0]).all()) == steps.is_constant
+    assert type(config).from_hf(ConfigReader(config.to_hf())) == config
+
+
+def test_initial_steps_that_a_file_cannot_hold():
+    with pytest.raises(ValueError, match=r"`initial_steps`: expected no `scale` or `is_constant`, got"):
+        Mamba2Config(initial_steps=InitialSteps(scale=0.5))
+    with pytest.raises(ValueError, match=r"`initial_steps`: expected the `least` of `step_limits`, 0\.5, got 0\.001"):
+        NemotronHConfig(step_limits=(0.5, float("inf")))
+    with pytest.raises(ValueError, match=r"`initial_steps`: expected InitialSteps\(.*, as in every 'jamba' model, got"):
+        JambaConfig(initial_steps=InitialSteps(floor=0.0))
+    assert jnp.isfinite(InitialSteps(least=0.0).bias(9, jax.random.key(0))).all()
+    old = {"mamba_dt_max": 0.5, "mamba_dt_init_floor": 0.01, "mamba_n_groups": 2, "mamba_d_conv": 3}
+    config = NemotronHConfig.from_hf(ConfigReader(old))
+    assert (config.initial_steps, config.state_groups, config.conv_kernel) == (InitialSteps(0.001, 0.5, 0.01), 2, 3)
 
 
 def test_layers_without_their_kinds_have_the_window_from_the_one_that_the_file_says():

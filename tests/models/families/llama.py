@@ -287,7 +287,7 @@ TRAININGS = [
     Training("falcon-h1", lambda key: FalconH1(FALCON_H1, key=key), EXAMPLES, loss_fn),
     Training("gpt-bigcode", lambda key: GPTBigCode(GPT_BIGCODE, key=key), EXAMPLES, loss_fn),
     Training("mamba2", lambda key: Mamba2(MAMBA2, key=key), EXAMPLES, loss_fn),
-    Training("mamba", lambda key: FalconMamba(MAMBA, key=key), EXAMPLES, loss_fn, 0.03),
+    Training("mamba", lambda key: FalconMamba(MAMBA, key=key), EXAMPLES, loss_fn),
     Training("jamba", lambda key: Jamba(JAMBA, key=key), EXAMPLES, loss_fn, 0.03),
     Training("granite-4", lambda key: GraniteMoeHybrid(GRANITE4, key=key), EXAMPLES, loss_fn),
     Training("lfm2-moe", lambda key: Lfm2Moe(LFM2, key=key), EXAMPLES, loss_fn, zero_gradient=("*correction",)),

@@ -190,8 +190,8 @@ HARMLESS = """
     output_attentions output_hidden_states output_router_logits pretraining_tp problem_type qa_dropout
     reorder_and_upcast_attn rescale_prenorm_residual reshape_hidden_states residual_in_fp32 return_dict router_aux_loss_coef
     scale_attention_softmax_in_fp32 sinusoidal_pos_embds slow_but_exact sparse_pred_ignore_index sparse_prediction
-    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj time_step_floor
-    time_step_init_scheme time_step_max time_step_scale use_associative_scan use_cache use_mamba_kernels use_mambapy
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    use_associative_scan use_cache use_mamba_kernels use_mambapy
     use_weighted_layer_sum z_loss_coefficient
 """
 HARMLESS_OF = {
@@ -203,9 +203,7 @@ HARMLESS_OF = {
     "deepseek_v3": {"head_dim"},
     "exaone4": {"sliding_window_pattern"},
     "falcon": {"multi_query"},
-    "falcon_mamba": {"time_step_min"},
-    "mamba": {"time_step_min"},
-    "mamba2": {"time_step_min", "time_step_rank"},
+    "mamba2": {"time_step_rank"},
     "phi3": {"original_max_position_embeddings"},
     "qwen2_moe": {"sliding_window"},
     "qwen3_moe": {"sliding_window"},
