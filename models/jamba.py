@@ -15,10 +15,20 @@ from .hf import ConfigReader, Field, Only, Row, published
 
 @dataclass(frozen=True)
 class _Every(Row):
-    """Layers at equal distances, which have what the others do not have."""
+    """Layers at equal distances, which have what the others do not have. A file says the distance and the first index, while
+    the field has the indices of all these layers.
 
-    field: str  # with their indices, or those of the others
-    key: str  # the start of the keys of the distance and of the first index
+    **Arguments:**
+
+    - `field`: the field with the indices; None in it stands for those that follow from the defaults.
+    - `key`: what the keys of the distance and of the first index begin with.
+    - `period`, `offset`: their defaults.
+    - `is_others`: whether the field has the indices of all other layers instead: layers at equal distances have attention,
+        and `mixer_layers` has those with a mixer.
+    """
+
+    field: str
+    key: str
     period: int
     offset: int
     is_others: bool = False
@@ -41,7 +51,7 @@ class _Every(Row):
         return {self.field: None if found == self.indices(n) else found}
 
     def _distance(self, config: Any) -> tuple[int, int] | None:
-        """Returns the distance and the first index."""
+        """Returns the distance and the first index that say the field's indices; None if no two numbers do."""
         n, has = config.n_layers, getattr(config, self.field)
         pairs = [(self.period, self.offset), *((p, o) for p in range(1, n + 2) for o in range(p))]
         return next((pair for pair in pairs if has in (None, self.indices(n, *pair))), None)
@@ -54,7 +64,10 @@ class _Every(Row):
             )
 
     def write(self, config: Any) -> dict[str, Any]:
-        return dict(zip((f"{self.key}_period", f"{self.key}_offset"), self._distance(config) or (), strict=True))
+        found = self._distance(config)
+        assert found is not None  # by `check`
+        period, offset = found
+        return {f"{self.key}_period": period, f"{self.key}_offset": offset}
 
 
 class _Experts(Field):

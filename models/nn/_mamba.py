@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
+from redeqx._rounding import at_least_float32
+
 from ._layers import linear, norm
 from ._recurrence import Recurrence, Tokens, by_chunks
 
@@ -93,12 +95,15 @@ class Mamba1(Recurrence):
     ) -> Float[Array, "seq heads value"]:
         return mixed * jax.nn.silu(gate)
 
+    def rates(self) -> Float[Array, "size value"]:
+        """The logarithms of the decay of each number of the matrix in a step of length 1."""
+        return -jnp.exp(self.log_rate.astype(at_least_float32(self.log_rate.dtype))).T
+
     def _scanned(
         self, tokens: Tokens, memory: Float[Array, "1 1 size value"], begins: Bool[Array, " seq"] | None
     ) -> tuple[Float[Array, "seq 1 1 value"], Float[Array, "seq 1 1 size value"]]:
         """Returns what a few tokens read, and the memory after each of them. A token that begins a run reads no other."""
-        rates = -jnp.exp(self.log_rate.astype(memory.dtype)).T  # [size value]
-        decay = jnp.exp(tokens.decay * rates)
+        decay = jnp.exp(tokens.decay * self.rates())
         decay = decay if begins is None else jnp.where(begins[:, None, None], 0, decay)
         added = tokens.keys[:, 0, :, None] * tokens.values[:, 0]
 

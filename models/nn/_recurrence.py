@@ -34,11 +34,13 @@ _CHUNK = 64  # tokens that are computed with each other as in an attention; as i
 
 
 class Tokens(NamedTuple):
-    """What a recurrence reads of each token, in at least float32. The logarithm of a decay is not positive."""
+    """What a recurrence reads of each token, in at least float32."""
 
     queries: Float[Array, "seq groups size"]
     keys: Float[Array, "seq groups size"]
     values: Float[Array, "seq groups each value"]
+    # The logarithm of the factor of a head's matrix, which is not positive. Of a Mamba-1, whose matrix has a factor for each
+    # number: the step of each value, `[seq 1 value]`, that multiplies the rates.
     decay: Float[Array, "seq groups each"]
     strength: Float[Array, "seq groups each"] | None = None  # the share that the delta rule replaces; None without it
 
