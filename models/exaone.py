@@ -1,14 +1,14 @@
-"""EXAONE 4: LLaMA with norms after attention and MLP, and with norms of each head.
+"""EXAONE 4: LLaMA with norms after attention and MLP, and with norms of each head; and K-EXAONE, with DeepSeek's experts.
 
 If there are layers with a window, only those have rotary positions.
 
-Source: *EXAONE 4.0* (arXiv:2507.11407).
+Sources: *EXAONE 4.0* (arXiv:2507.11407); the card of K-EXAONE, huggingface.co/LGAI-EXAONE.
 """
 
 from dataclasses import dataclass
 
-from .decoder import Decoder, DecoderConfig, LayerTypes, Names, rows
-from .hf import published
+from .decoder import GROUPED, Decoder, DecoderConfig, LayerTypes, MlpTypes, Names, SharedExperts, expert_names, rows
+from .hf import Field, published
 
 
 @dataclass(frozen=True)
@@ -51,3 +51,43 @@ class Exaone4Config(DecoderConfig):
 
 class Exaone4(Decoder, config=Exaone4Config, init=False):
     """An EXAONE 4, from token ids to the logits of each next token. See `Decoder`."""
+
+
+@dataclass(frozen=True)
+class ExaoneMoeConfig(Exaone4Config):
+    """The sizes of a K-EXAONE. The defaults are those of transformers. See `DecoderConfig`."""
+
+    norm_places: str = "pre"
+    n_experts: int = 64
+    n_chosen: int = 8
+    d_expert: int | None = 1024
+    d_shared: int = 1024
+    n_dense: int = 1
+    router_score: str = "sigmoid"
+    router_scale: float = 2.5
+    has_correction: bool = True
+    bos_token_id: int | None = 1
+    eos_token_id: int | tuple[int, ...] | None = 53
+    pad_token_id: int | None = 0
+
+    model_type = "exaone_moe"
+    wide_routers = ("router", "correction")
+    rows = rows(
+        LayerTypes("sliding_window_pattern"),
+        *(row for row in GROUPED if row.keys.keys().isdisjoint({"n_experts", "d_shared"})),
+        Field("num_experts", "n_experts"),
+        SharedExperts("num_shared_experts"),
+        MlpTypes("first_k_dense_replace"),
+    )
+    names = Names(
+        {
+            **{name: held for name, held in expert_names().items() if held != "mlp.correction"},
+            "mlp.e_score_correction_bias": "mlp.correction",
+        },
+        ignored=("*.rotary_emb.inv_freq", "mtp.*"),
+    )
+    sizes = published({})
+
+
+class ExaoneMoe(Decoder, config=ExaoneMoeConfig, init=False):
+    """A K-EXAONE, from token ids to the logits of each next token. See `Decoder`."""

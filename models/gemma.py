@@ -116,6 +116,22 @@ class Gemma2(Decoder, config=Gemma2Config, init=False):
 
 
 @dataclass(frozen=True)
+class VaultGemmaConfig(Gemma2Config):
+    """The sizes of a VaultGemma: a Gemma 2 without norms after attention and MLP. The defaults are those of transformers.
+    See `DecoderConfig`."""
+
+    norm_places: str = "pre"
+
+    model_type = "vaultgemma"
+    names = Names({"pre_feedforward_layernorm": "mlp_norm"})
+    sizes = published({})
+
+
+class VaultGemma(Decoder, config=VaultGemmaConfig, init=False):
+    """A VaultGemma, from token ids to the logits of each next token. See `Decoder`."""
+
+
+@dataclass(frozen=True)
 class Gemma3Config(Gemma2Config):
     """The sizes of a Gemma 3 for text. The defaults are those of transformers. See `DecoderConfig`."""
 

@@ -5,32 +5,12 @@ The last layer of its files, which predicts another token, is not read.
 Source: the model's card, huggingface.co/zai-org/GLM-4.7-Flash.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
-from ._kinds import LIST
-from .decoder import GROUPED, LATENT, LATENT_NAMES, Decoder, Names, expert_names, rows
+from .decoder import GROUPED, LATENT, LATENT_NAMES, Decoder, MlpTypes, Names, expert_names, rows
 from .deepseek_v3 import DeepseekV3Config
-from .hf import ConfigReader, Field, Row, published
-
-
-class _MlpTypes(Row):
-    """The kind of each layer's MLP. Only the first ones may be without experts."""
-
-    keys = MappingProxyType({"n_dense": "mlp_layer_types"})
-
-    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
-        n_layers = known["n_layers"]
-        types = reader.get("mlp_layer_types", ["dense", *["sparse"] * (n_layers - 1)], LIST)
-        n_dense = types.count("dense")
-        if types != ["dense"] * n_dense + ["sparse"] * (n_layers - n_dense):
-            raise reader.refuse("mlp_layer_types", types, f"dense layers, and then sparse ones, {n_layers} in all")
-        return {"n_dense": n_dense}
-
-    def write(self, config: Any) -> dict[str, Any]:
-        return {"mlp_layer_types": ["dense"] * config.n_dense + ["sparse"] * (config.n_layers - config.n_dense)}
+from .hf import Field, published
 
 
 @dataclass(frozen=True)
@@ -61,7 +41,7 @@ class Glm4MoeLiteConfig(DeepseekV3Config):
     rows = rows(
         *LATENT,
         *GROUPED,
-        _MlpTypes(),
+        MlpTypes(),
         Field("attention_bias"),
         Field("rope_interleave", "is_interleaved"),
         without=("n_kv_heads", "head_size"),

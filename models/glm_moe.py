@@ -1,8 +1,8 @@
-"""GLM-4.5: DeepSeek-V3's experts with GLM's attention.
+"""GLM-4.5: DeepSeek-V3's experts with GLM's attention; and Solar Open, with LLaMA's.
 
 The last layer of its files, which predicts another token, is not read.
 
-Source: *GLM-4.5* (arXiv:2508.06471), and the models' cards, huggingface.co/zai-org.
+Source: *GLM-4.5* (arXiv:2508.06471), and the models' cards, huggingface.co/zai-org and huggingface.co/upstage.
 """
 
 from dataclasses import dataclass
@@ -73,3 +73,28 @@ class Glm4MoeConfig(DecoderConfig):
 
 class Glm4Moe(Decoder, config=Glm4MoeConfig, init=False):
     """A GLM-4.5, from token ids to the logits of each next token. See `Decoder`."""
+
+
+@dataclass(frozen=True)
+class SolarOpenConfig(Glm4MoeConfig):
+    """The sizes of a Solar Open, which has experts in all layers. The defaults are those of transformers. See
+    `DecoderConfig`."""
+
+    vocab_size: int = 196608
+    n_layers: int = 48
+    n_heads: int = 64
+    rope_theta: float = 1e6
+    rope_share: float = 1.0
+    d_expert: int | None = 1280
+    d_shared: int = 1280
+    n_dense: int = 0
+
+    model_type = "solar_open"
+    rows = rows(*GROUPED, Field("attention_bias"), without=("d_mlp",))
+    aliases = MappingProxyType({"num_local_experts": "n_routed_experts"})
+    names = Names(expert_names())
+    sizes = published({})
+
+
+class SolarOpen(Decoder, config=SolarOpenConfig, init=False):
+    """A Solar Open, from token ids to the logits of each next token. See `Decoder`."""

@@ -1,12 +1,13 @@
-"""GPT-NeoX, also Pythia: attention and MLP run in parallel, each after its own layer norm.
+"""GPT-NeoX, also Pythia: attention and MLP run in parallel, each after its own layer norm; and Persimmon, one after another.
 
-Sources: Black et al. 2022, *GPT-NeoX-20B* (arXiv:2204.06745); Biderman et al. 2023, *Pythia* (arXiv:2304.01373).
+Sources: Black et al. 2022, *GPT-NeoX-20B* (arXiv:2204.06745); Biderman et al. 2023, *Pythia* (arXiv:2304.01373);
+Elsen et al. 2023, *Releasing Persimmon-8B*, adept.ai/blog/persimmon-8b.
 """
 
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from .decoder import ByHead, Decoder, GPTConfig, Names, Rope, Shared, rows
+from .decoder import ByHead, Choice, Decoder, GPTConfig, Names, Rope, Shared, rows
 from .hf import Field, Only, published
 
 
@@ -66,3 +67,47 @@ class GPTNeoXConfig(GPTConfig):
 
 class GPTNeoX(Decoder, config=GPTNeoXConfig, init=False):
     """A GPT-NeoX or Pythia, from token ids to the logits of each next token. See `Decoder`."""
+
+
+@dataclass(frozen=True)
+class PersimmonConfig(GPTNeoXConfig):
+    """The sizes of a Persimmon. The defaults are those of transformers. See `DecoderConfig`."""
+
+    vocab_size: int = 262144
+    n_positions: int = 16384
+    d_model: int = 4096
+    d_mlp: int | None = 16384
+    n_layers: int = 36
+    head_norm: str | None = "head"
+    rope_share: float = 0.5
+    is_parallel: bool = False
+    activation: str = "relu2"
+    bos_token_id: int | None = 1
+
+    model_type = "persimmon"
+    rows = rows(
+        Field("layer_norm_eps", "norm_eps"),
+        # transformers applies it to the output of the MLP only.
+        Only("hidden_dropout", 0.0, name="residual_dropout"),
+        Choice("qk_layernorm", MappingProxyType({"head_norm": (None, "head")}), default=True),
+        Rope(has_share=True),
+        Only("head_dim", lambda known: (known["d_model"] // known["n_heads"], None), is_written=False),
+        without=("head_size", "n_kv_heads"),
+    )
+    aliases = MappingProxyType({})
+    names = Names(
+        {
+            "self_attn.query_key_value": ByHead(("attention.query", "attention.key", "attention.value")),
+            "self_attn.dense": "attention.output",
+            "self_attn.q_layernorm": "attention.query_norm",
+            "self_attn.k_layernorm": "attention.key_norm",
+            "mlp.dense_h_to_4h": "mlp.up",
+            "mlp.dense_4h_to_h": "mlp.down",
+        },
+        norm="model.final_layernorm",
+    )
+    sizes = published({})
+
+
+class Persimmon(Decoder, config=PersimmonConfig, init=False):
+    """A Persimmon, from token ids to the logits of each next token. See `Decoder`."""

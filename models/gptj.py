@@ -1,18 +1,18 @@
-"""GPT-J: a decoder with rotary positions whose attention and MLP run in parallel after one norm.
+"""GPT-J, also CodeGen: a decoder with rotary positions whose attention and MLP run in parallel after one norm.
 
 Only a part of each head is rotary. The output head has a bias.
 
 Source: Wang and Komatsuzaki 2021, *GPT-J-6B: A 6 Billion Parameter Autoregressive Language Model*, and its code,
 github.com/kingoflolz/mesh-transformer-jax. Only the initial weights differ from that code: they are drawn as in
-`transformers`.
+`transformers`. Nijkamp et al. 2022, *CodeGen* (arXiv:2203.13474).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ._kinds import SIZE
-from .decoder import GPT_ALIASES, GPT_ROWS, Decoder, GPTConfig, Names, rows
+from .decoder import GPT_ALIASES, GPT_ROWS, ByHead, Decoder, GPTConfig, Names, rows
 from .hf import Field, published
 
 
@@ -74,3 +74,43 @@ class GPTJConfig(GPTConfig):
 
 class GPTJ(Decoder, config=GPTJConfig, init=False):
     """GPT-J, from token ids to the logits of each next token. See `Decoder`."""
+
+
+class _Width(Field):
+    """The width of a CodeGen, whose files hold queries, values and keys by quarters."""
+
+    def check(self, config: Any) -> None:
+        if config.d_model % 4:
+            raise ValueError(f"`d_model`: expected a multiple of 4, got {config.d_model}. Files hold queries by quarters.")
+
+
+@dataclass(frozen=True)
+class CodeGenConfig(GPTJConfig):
+    """The sizes and dropout rates of a CodeGen. The defaults are those of transformers. See `DecoderConfig`."""
+
+    model_type = "codegen"
+    rows = tuple(_Width("n_embd", "d_model") if "d_model" in row.keys else row for row in GPTJConfig.rows)
+    names = replace(
+        GPTJConfig.names,
+        block={
+            "ln_1": "attention_norm",
+            "attn.out_proj": "attention.output",
+            "mlp.fc_in": "mlp.up",
+            "mlp.fc_out": "mlp.down",
+            "attn.qkv_proj": ByHead(("attention.query", "attention.value", "attention.key"), heads=lambda config: 4),
+        },
+        ignored=("*.attn.causal_mask",),
+    )
+    sizes = published(
+        {
+            "350m": {"d_model": 1024, "n_layers": 20, "rope_share": 0.5},
+            "2b": {"d_model": 2560, "n_layers": 32, "n_heads": 32, "rope_share": 0.8},
+            "16b": {"d_model": 6144, "n_layers": 34, "n_heads": 24},
+        },
+        vocab_size=51200,
+        bos_token_id=1,
+    )
+
+
+class CodeGen(Decoder, config=CodeGenConfig, init=False):
+    """A CodeGen, from token ids to the logits of each next token. See `Decoder`."""

@@ -3,10 +3,10 @@
 Source: Granite team, IBM 2024, *Granite 3.0 Language Models*.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ._kinds import POSITIVE
+from ._kinds import COUNT, POSITIVE
 from .decoder import Decoder, DecoderConfig, Experts, Names, rows
 from .hf import Field, Row, published
 
@@ -98,3 +98,25 @@ class GraniteMoeConfig(GraniteConfig):
 
 class GraniteMoe(Decoder, config=GraniteMoeConfig, init=False):
     """A Granite 3 with experts, from token ids to the logits of each next token. See `Decoder`."""
+
+
+@dataclass(frozen=True)
+class GraniteMoeSharedConfig(GraniteMoeConfig):
+    """The sizes of a Granite 3 with experts, and one that all tokens are sent to. The defaults are those of transformers.
+    See `DecoderConfig`."""
+
+    model_type = "granitemoeshared"
+    rows = (*GraniteMoeConfig.rows, Field("shared_intermediate_size", "d_shared", COUNT))
+    names = replace(
+        GraniteMoeConfig.names,
+        block={
+            **GraniteMoeConfig.names.block,
+            "shared_mlp.input_linear": ("mlp.shared.gate", "mlp.shared.up"),
+            "shared_mlp.output_linear": "mlp.shared.down",
+        },
+    )
+    sizes = published({})
+
+
+class GraniteMoeShared(Decoder, config=GraniteMoeSharedConfig, init=False):
+    """Such a Granite 3, from token ids to the logits of each next token. See `Decoder`."""

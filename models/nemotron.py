@@ -1,6 +1,9 @@
-"""Nemotron-4 and Minitron: layer norms whose weight is the scale minus one, squared ReLU, and half of each head rotary.
+"""Nemotron-4 and Minitron: layer norms whose weight is the scale minus one, squared ReLU; and Jais 2.
 
-Source: *Nemotron-4 15B* (arXiv:2402.16819); *Minitron* (arXiv:2407.14679).
+Half of each head is rotary in the first ones.
+
+Source: *Nemotron-4 15B* (arXiv:2402.16819); *Minitron* (arXiv:2407.14679); the cards of Jais 2,
+huggingface.co/inceptionai.
 """
 
 from dataclasses import dataclass
@@ -34,3 +37,31 @@ class NemotronConfig(DecoderConfig):
 
 class Nemotron(Decoder, config=NemotronConfig, init=False):
     """A Nemotron, from token ids to the logits of each next token. See `Decoder`."""
+
+
+@dataclass(frozen=True)
+class Jais2Config(DecoderConfig):
+    """The sizes of a Jais 2, which has plain layer norms, and whole heads that are rotary. The defaults are those of
+    transformers. See `DecoderConfig`."""
+
+    vocab_size: int = 150272
+    n_positions: int = 8192
+    d_model: int = 3328
+    d_mlp: int | None = 26624
+    n_heads: int = 26
+    attention_bias: bool = True
+    norm: str = "layer"
+    norm_bias: bool = True
+    norm_eps: float = 1e-5
+    activation: str = "relu2"
+    is_gated: bool = False
+    mlp_bias: bool = True
+    bos_token_id: int | None = 0
+    eos_token_id: int | tuple[int, ...] | None = 150024
+
+    model_type = "jais2"
+    rows = rows(Field("layer_norm_eps", "norm_eps"), Field("attention_bias"), Field("mlp_bias"))
+
+
+class Jais2(Decoder, config=Jais2Config, init=False):
+    """A Jais 2, from token ids to the logits of each next token. See `Decoder`."""

@@ -12,6 +12,7 @@ from ._heads import SequenceClassifier as SequenceClassifier, TokenClassifier as
 from ._layer_rows import (
     GlobalHeads as GlobalHeads,
     LayerTypes as LayerTypes,
+    MlpTypes as MlpTypes,
     Window as Window,
     layer_types as layer_types,
     read_layer_types as read_layer_types,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from .._kinds import COUNT, OBJECT, SIZE
+from .._kinds import COUNT, LIST, OBJECT, SIZE
 from ..hf import ConfigReader, Field, Row
 
 
@@ -89,3 +89,29 @@ def read_layer_types(reader: ConfigReader, n_layers: int, default: tuple[int, ..
 def layer_types(config: Any) -> list[str]:
     """Returns the `layer_types` of a config."""
     return ["full_attention" if window is None else "sliding_attention" for window in config.windows]
+
+
+@dataclass(frozen=True)
+class MlpTypes(Row):
+    """The kind of each layer's MLP. Only the first ones may be without experts.
+
+    **Arguments:**
+
+    - `first`: a key of their number, for files without `mlp_layer_types`; None if there is none.
+    """
+
+    first: str | None = None
+
+    keys = MappingProxyType({"n_dense": "mlp_layer_types"})
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        n_layers = known["n_layers"]
+        n_dense = known["n_dense"] if self.first is None else reader.get(self.first, known["n_dense"], COUNT)
+        types = reader.get("mlp_layer_types", ["dense"] * n_dense + ["sparse"] * (n_layers - n_dense), LIST)
+        n_dense = types.count("dense")
+        if types != ["dense"] * n_dense + ["sparse"] * (n_layers - n_dense):
+            raise reader.refuse("mlp_layer_types", types, f"dense layers, and then sparse ones, {n_layers} in all")
+        return {"n_dense": n_dense}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {"mlp_layer_types": ["dense"] * config.n_dense + ["sparse"] * (config.n_layers - config.n_dense)}

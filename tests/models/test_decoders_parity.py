@@ -67,6 +67,7 @@ def test_beams_of_models_with_states(case, tmp_path):
 
 
 EXACT = ("deepseek-v2", "deepseek-v3", "dots1", "ernie4-5-moe", "glm4-moe", "glm4-moe-lite", "nemotron-h", "lfm2-moe")
+EXACT += ("solar-open", "exaone-moe", "afmoe")
 ROUTED = (*EXACT, "mixtral", "qwen3-moe", "mistral4", "minimax-m2", "gpt-oss")
 
 

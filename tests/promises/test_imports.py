@@ -42,7 +42,7 @@ LAYERS = (
     ("models.deberta", "models.deepseek_v3", "models.falcon", "models.gpt_neo", "models.helium"),
     ("models.apertus", "models.bloom", "models.glm_flash", "models.hunyuan", "models.mpt", "models.phi_moe"),
     ("models.granite_hybrid", "models.lfm", "models.mamba", "models.minimax", "models.mistral4", "models.nemotron_h"),
-    ("models.bamba", "models.gpt_bigcode", "models.jamba", "models.mamba2"),
+    ("models.afmoe", "models.bamba", "models.biogpt", "models.cwm", "models.gpt_bigcode", "models.jamba", "models.mamba2"),
     ("models.falcon_h1", "models.gemma4", "models.lfm_moe", "models.qwen3_5", "models.qwen_next"),
     ("models.dinov2", "models.mmdit", "models.schedulers", "models.siglip", "models.unet", "models.vae", "models.vit"),
     ("models.llava", "models.text_to_image", "models.vision_encoder_decoder", "models.whisper"),

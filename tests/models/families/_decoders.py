@@ -134,6 +134,12 @@ ROUTED = {
     "n_shared_experts": 2,
     "routed_scaling_factor": 1.5,
 }
+WHOLE = {key: value for key, value in ROUTED.items() if key != "first_k_dense_replace"}
+MIXED = {
+    "num_hidden_layers": 3,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 HYBRID = {
     "num_hidden_layers": 4,
     "head_dim": 8,
@@ -341,6 +347,38 @@ CASES = [
     case("falcon-mamba", "FalconMamba", **OLD, **SCANNED, use_conv_bias=False, tie_word_embeddings=False),
     case("jamba", "Jamba", **EVERY, num_experts=4, mamba_d_conv=3),
     case("jamba-dense", "Jamba", **EVERY, num_experts=1, mamba_expand=1, mamba_dt_rank=5),
+    case("biogpt", "BioGpt", num_key_value_heads=None, activation_dropout=0.0),
+    case("codegen", "CodeGen", **OLD, rotary_dim=4, n_inner=36, n_positions=64),
+    case("persimmon", "Persimmon", num_key_value_heads=None, hidden_size=32, **PARTIAL),
+    case("vaultgemma", "VaultGemma", head_dim=8, query_pre_attn_scalar=12, sliding_window=4),
+    case("cwm", "Cwm", head_dim=8, num_hidden_layers=3, sliding_window=4),
+    case("granite-moe-shared", "GraniteMoeShared", num_local_experts=4, shared_intermediate_size=20),
+    case("flex-olmo", "FlexOlmo", num_experts=4, num_experts_per_tok=2),
+    case("jais2", "Jais2"),
+    case("solar-open", "SolarOpen", head_dim=8, **WHOLE, intermediate_size=None, n_group=4, topk_group=2),
+    case(
+        "exaone-moe",
+        "ExaoneMoe",
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=12,
+        num_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        **MIXED,
+    ),
+    case(
+        "afmoe",
+        "Afmoe",
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=12,
+        num_shared_experts=2,
+        route_scale=1.5,
+        mup_enabled=True,
+        **MIXED,
+    ),
     case("gpt-neo", "GPTNeo", **NEO, window_size=4, attention_types=[[["local", "global"], 1]]),
     case("nemotron", "Nemotron", hidden_size=32),
     case("helium", "Helium", head_dim=6, attention_bias=True),
@@ -375,6 +413,8 @@ HEADED = [
     headed("opt-classes", "OPT", "Sequence", num_key_value_heads=None, ffn_dim=36, word_embed_proj_dim=16),
     headed("gemma3-classes", "Gemma3Text", "Sequence", head_dim=8, num_labels=1, **WINDOWED),
     headed("qwen3-token-classes", "Qwen3", "Token", head_dim=8),
+    headed("biogpt-token-classes", "BioGpt", "Token", num_key_value_heads=None, scale_embedding=False),
+    headed("persimmon-classes", "Persimmon", "Sequence", num_key_value_heads=None, qk_layernorm=False, hidden_size=32),
     headed("gpt-neox-token-classes", "GPTNeoX", "Token", num_key_value_heads=None, hidden_size=32),
 ]
 

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from redeqx import Loss
+from redeqx.models.afmoe import Afmoe, AfmoeConfig
 from redeqx.models.apertus import Apertus, ApertusConfig
 from redeqx.models.bamba import Bamba, BambaConfig
 from redeqx.models.bloom import Bloom, BloomConfig
@@ -268,6 +269,18 @@ GEMMA4 = Gemma4Config(
     logit_cap=5.0,
     **{**SIZES, "n_layers": 4},
 )
+AFMOE = AfmoeConfig(
+    n_kv_heads=2,
+    head_size=8,
+    window=4,
+    windowed_layers=(0, 2),
+    n_experts=4,
+    n_chosen=2,
+    d_expert=16,
+    d_shared=32,
+    embedding_scale=None,
+    **{**SIZES, "n_layers": 3},
+)
 APERTUS = ApertusConfig(n_kv_heads=2, rope_scaling=None, **SIZES)
 BLOOM = BloomConfig(**{name: size for name, size in SIZES.items() if name != "d_mlp"})
 EXAMPLES = [{"ids": row} for row in rng.integers(0, 64, (16, 9))]
@@ -277,6 +290,7 @@ TRAININGS = [
     Training("gemma3", lambda key: Gemma3(GEMMA3, key=key), EXAMPLES, loss_fn),
     # At a larger rate, which experts its tokens choose depends on rounding from the fifth step on.
     Training("gemma4", lambda key: Gemma4(GEMMA4, key=key), EXAMPLES, loss_fn, 0.006, zero_gradient=("*layer_scale",)),
+    Training("afmoe", lambda key: Afmoe(AFMOE, key=key), EXAMPLES, loss_fn, zero_gradient=("*correction",)),
     Training("apertus", lambda key: Apertus(APERTUS, key=key), EXAMPLES, loss_fn, zero_gradient=("*beta", "*eps")),
     Training("bloom", lambda key: Bloom(BLOOM, key=key), EXAMPLES, loss_fn),
     Training("mixtral", lambda key: Mixtral(MIXTRAL, key=key), EXAMPLES, loss_fn),

@@ -202,6 +202,7 @@ HARMLESS_OF = {
     "deepseek_v2": {"head_dim"},
     "deepseek_v3": {"head_dim"},
     "exaone4": {"sliding_window_pattern"},
+    "exaone_moe": {"sliding_window_pattern"},
     "falcon": {"multi_query"},
     "mamba2": {"time_step_rank"},
     "phi3": {"original_max_position_embeddings"},

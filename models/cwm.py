@@ -1,0 +1,45 @@
+"""CWM: LLaMA with a window in all but every fourth layer, of which the first has none.
+
+Source: *CWM: An Open-Weights LLM for Research on Code Generation with World Models* (arXiv:2510.02387).
+"""
+
+from dataclasses import dataclass
+
+from .decoder import Decoder, LayerTypes, rows
+from .hf import Field, published
+from .llama import LlamaConfig
+from .nn import Llama3Scaling, Scaling
+
+_SCALING = Llama3Scaling(16.0, 1.0, 4.0, 8192)
+
+
+@dataclass(frozen=True)
+class CwmConfig(LlamaConfig):
+    """The sizes of a CWM. The defaults are those of transformers. See `DecoderConfig`."""
+
+    vocab_size: int = 128256
+    n_positions: int = 131072
+    d_model: int = 6144
+    d_mlp: int | None = 21504
+    n_layers: int = 64
+    n_heads: int = 48
+    n_kv_heads: int | None = 8
+    head_size: int | None = 128
+    window: int | None = 8192
+    rope_theta: float = 1e6
+    rope_scaling: Scaling | None = _SCALING
+    norm_eps: float = 1e-5
+    bos_token_id: int | None = 128000
+    eos_token_id: int | tuple[int, ...] | None = (128001, 128008, 128009)
+
+    model_type = "cwm"
+    rows = rows(Field("mlp_bias"), LayerTypes())
+    sizes = published({})
+
+    @classmethod
+    def default_layers(cls, n_layers: int) -> tuple[int, ...]:
+        return tuple(i for i in range(n_layers) if i % 4)
+
+
+class Cwm(Decoder, config=CwmConfig, init=False):
+    """A CWM, from token ids to the logits of each next token. See `Decoder`."""
