@@ -10,13 +10,10 @@ from typing import Any
 
 
 class AtEnd:
-    """Calls a function once: when this object is called, its owner is collected, or the process ends, also by `end_all`.
+    """Calls a function, which must not refer to `owner`, once: when this object is called, `owner` is collected, or the
+    process ends, also by `end_all`.
 
     The newest comes first, as `atexit` calls them. A forked child does not call it: what it ends is the parent's.
-
-    **Arguments:**
-
-    - `owner`: the object whose end calls the function, which must not refer to it.
     """
 
     def __init__(self, act: Callable[[], object], owner: Any = None):

@@ -13,12 +13,8 @@ def at_least_float32(dtype: Any) -> Any:
 
 
 def to_bfloat16(x: Array, noise: UInt[Array, "..."]) -> Array:
-    """Rounds float32 to bfloat16 up or down at random, in proportion to the distance.
-
-    **Arguments:**
-
-    - `noise`: uniform random uint16 in the shape of `x`.
-    """
+    """Rounds float32 to bfloat16 up or down at random, in proportion to the distance; `noise` is uniform uint16 in the shape
+    of `x`."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     kept = (bits + noise.astype(jnp.uint32)) & jnp.uint32(0xFFFF0000)  # a bfloat16 is the upper half of a float32
     rounded = jax.lax.bitcast_convert_type(kept, jnp.float32)

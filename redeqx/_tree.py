@@ -31,12 +31,7 @@ MOST_LISTED = 10  # the most names in one error message
 
 def render(path: tuple[Any, ...]) -> str:
     """Returns the dotted name of a PyTree path: `(GetAttrKey("blocks"), SequenceKey(3))` is `"blocks.3"`; the root is
-    `"value"`.
-
-    **Arguments:**
-
-    - `path`: keys as returned by `jax.tree_util.tree_flatten_with_path`.
-    """
+    `"value"`."""
     return jtu.keystr(path, simple=True, separator=".") or "value"
 
 

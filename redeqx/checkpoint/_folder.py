@@ -174,14 +174,8 @@ class CheckpointFolder:
     def first_valid(
         self, paths: Sequence[Location], check: Callable[[Location, Mapping[str, Any]], None]
     ) -> tuple[Location | None, dict[str, Any]]:
-        """Returns the first undamaged checkpoint of these, with its record; warns of those before it.
-
-        **Arguments:**
-
-        - `check`: raises DamagedError for the record of a damaged one.
-
-        Raises its error if all are damaged.
-        """
+        """Returns the first undamaged checkpoint of these, with its record; warns of those before it. `check` raises
+        DamagedError for the record of a damaged one, and that error is raised if all are damaged."""
         problem = None
         for path in paths:
             if path not in self.damaged:
@@ -203,14 +197,9 @@ class CheckpointFolder:
         return sorted({order(name)[0] for name in self.names() if self.is_resumable(name) is not False})
 
     def resolve(self, which: str | Location) -> Location:
-        """Returns the folder of a checkpoint, the same in all processes even if only some have it.
-
-        **Arguments:**
-
-        - `which`: a tag of the index, or the name of a checkpoint, in this folder; or a path, as for `find_checkpoint`.
-
-        Raises ValueError with a list of the existing checkpoints.
-        """
+        """Returns the folder of a checkpoint, the same in all processes even if only some have it: that of a tag of the
+        index, or of a name in this folder, or of a path, as for `find_checkpoint`. Raises ValueError with a list of the
+        existing checkpoints."""
         found = _first_found(self._peers, lambda: self._find(which))
         return self.folder / found if order(found)[0] >= 0 else location(found)
 

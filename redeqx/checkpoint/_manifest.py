@@ -111,12 +111,8 @@ class Manifest(NamedTuple):
 
 
 def read_manifest(folder: Location, *, is_part: bool = False) -> Manifest:
-    """Returns the manifest of a checkpoint, after checking that all of its files exist here with the right sizes. Their
-    contents are not read.
-
-    **Arguments:**
-
-    - `is_part`: whether files may be missing because they are on the disks of other processes.
+    """Returns the manifest of a checkpoint, after checking that all of its files exist here with the right sizes (with
+    `is_part`, some may be on the disks of other processes). Their contents are not read.
 
     Raises DamagedError for any other folder, ValueError for a file that is a link that leads out of it.
     """

@@ -104,14 +104,8 @@ class InPlace:
         return crc32.contribution(self.size)
 
     def finish(self, folder: Path, written: Sequence[tuple[int, Sequence[int]]]) -> dict[str, dict[str, int]]:
-        """Writes the header, and calls fsync: once for each folder. Returns `{"size": bytes, "crc32": checksum}` by file.
-
-        **Arguments:**
-
-        - `written`: the result of each process's `write`.
-
-        Raises OSError if they did not write every item of every tensor.
-        """
+        """Writes the header, and calls fsync: once for each folder. Returns `{"size": bytes, "crc32": checksum}` by file,
+        given the result of each process's `write`. Raises OSError if they did not write every item of every tensor."""
         path = folder / self._name
         for i, (name, tensor) in enumerate(self._tensors.items()):
             expected, found = math.prod(tensor.shape), sum(n_items[i] for _, n_items in written)

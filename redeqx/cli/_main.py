@@ -12,12 +12,8 @@ COMMANDS = (_dry_run, _launch, _inspect)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit code: 0, 1 for an error, or a code listed in the command's help.
-
-    **Arguments:**
-
-    - `argv`: the arguments; by default those of the process.
-    """
+    """Runs a command; returns the exit code: 0, 1 for an error, or a code listed in the command's help. The arguments are
+    those of the process by default."""
     parser = argparse.ArgumentParser(
         prog="redeqx", description="Command-line tools of redeqx: train any Equinox model on any mesh."
     )

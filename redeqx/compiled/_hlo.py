@@ -200,13 +200,8 @@ class Module:
         return math.prod(int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", self.head))
 
     def total(self, count: Callable[[Instruction], Mapping[Any, float] | None], *, once: bool = False) -> Counter[Any]:
-        """Returns the sums of numbers, by key, over the instructions of a step.
-
-        **Arguments:**
-
-        - `count`: takes an instruction and returns its numbers, or None to count the computations that it calls.
-        - `once`: whether each loop counts as one iteration.
-        """
+        """Returns the sums of numbers, by key, over the instructions of a step. `count` takes an instruction and returns its
+        numbers, or None to count the computations that it calls. With `once`, each loop counts as one iteration."""
 
         def enter(line: Instruction) -> Entered:
             times = 1 if once or line.opcode != "while" else line.trip_count or 1
@@ -265,12 +260,8 @@ def integers(text: str) -> tuple[int, ...]:
 
 
 def own_line(source: Sequence[str]) -> str:
-    """Returns the innermost line of the script or of a model, shortened, or else the innermost line of all.
-
-    **Arguments:**
-
-    - `source`: the lines of an operation, `file.py:12` each, innermost first.
-    """
+    """Returns the innermost line of the script or of a model, shortened, or else the innermost line of all. `source` has the
+    lines of an operation, `file.py:12` each, innermost first."""
     return shortened(line_among(source, "optax") or next(iter(source), ""))
 
 

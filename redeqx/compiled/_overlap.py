@@ -27,13 +27,8 @@ _ATTENTION = {"__cudnn$fmha": (2, 5), "splash_m": (2, 5)}  # products of a kerne
 def with_overlap(
     found: list[Collective], module: Module, flops_per_second: float, bytes_per_second: Callable[[Collective], float]
 ) -> list[Collective]:
-    """Returns the collectives of a module, each with the share of its bytes that is hidden.
-
-    **Arguments:**
-
-    - `flops_per_second`: the rate of matmuls.
-    - `bytes_per_second`: the rate at which a device sends the bytes of a collective.
-    """
+    """Returns the collectives of a module, each with the share of its bytes that is hidden, given the rate of matmuls and
+    that at which a device sends the bytes of a collective."""
     seconds: dict[str, float] = {}  # of one execution of each instruction, all of its arrays together
     for each in found:
         took = each.moved / each.n_executions / bytes_per_second(each)
@@ -44,13 +39,8 @@ def with_overlap(
 
 
 def hidden_host_share(module: Module, flops_per_second: float, bytes_per_second: float) -> float | None:
-    """Returns the share of the bytes copied to and from host memory that is copied behind matmuls; None if none are.
-
-    **Arguments:**
-
-    - `flops_per_second`: the rate of matmuls.
-    - `bytes_per_second`: the rate of the bus between device and host.
-    """
+    """Returns the share of the bytes copied to and from host memory that is copied behind matmuls, given the rates of these
+    and of the bus; None if none are."""
     if not (copied := host_copies(module)):
         return None
     seconds = {line.name: copied_bytes(line) / bytes_per_second for line in copied}  # of one execution

@@ -16,12 +16,8 @@ from ._rows import BatchSize
 
 
 def read(examples: Any, indices: Iterable[Any], places: Sequence[int] | None = None) -> list[Any]:
-    """Returns the examples at these indices. If reading one raises, the error gets a note with the example's number.
-
-    **Arguments:**
-
-    - `places`: the number of each example, if it differs from its index.
-    """
+    """Returns the examples at these indices. If reading one raises, the error gets a note with the example's number: of
+    `places`, if it differs from its index."""
     items, place = [], [0]  # of the example that is read
     with example_note("Raised in reading example", place):
         for i in map(int, indices):
@@ -31,13 +27,10 @@ def read(examples: Any, indices: Iterable[Any], places: Sequence[int] | None = N
 
 
 def collate(collate_fn: Callable[[list], PyTree], examples: list, places: Sequence[int] | None = None) -> PyTree[np.ndarray]:
-    """Returns the checked result of `collate_fn`: a PyTree of NumPy arrays, each with one row per example.
+    """Returns the checked result of `collate_fn`: a PyTree of NumPy arrays, each with one row per example. Errors get a note
+    with the examples' numbers, `places`.
 
     64-bit numbers are converted to 32 bits, as everywhere in JAX, unless JAX runs in 64-bit mode.
-
-    **Arguments:**
-
-    - `places`: the examples' numbers, for a note in errors; by default they count from 0.
 
     Raises TypeError for a leaf that is not an array of numbers, ValueError for another number of rows and for integers that
     do not fit into 32 bits.

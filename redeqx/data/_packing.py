@@ -25,13 +25,8 @@ Size = tuple[int, ...]  # tokens, in the order of `RowFormat.lengths`
 
 @dataclass(frozen=True)
 class RowFormat:
-    """What a row looks like: its sides, which are sequences that are packed together, and their lengths in tokens.
-
-    **Arguments:**
-
-    - `lengths`: the length of each side. The only side of rows without names is called None.
-    - `cut_long`: whether an example that is longer than a row is cut.
-    """
+    """What a row looks like: its sides, which are sequences that are packed together, and their lengths in tokens. The only
+    side of rows without names is called None. `cut_long`: whether an example that is longer than a row is cut."""
 
     lengths: Mapping[str | None, int]
     cut_long: bool
@@ -85,12 +80,7 @@ class RowFormat:
             yield (number, 0), sizes
 
     def row(self, pieces: Sequence[tuple[int, dict[str | None, Arrays]]]) -> Any:
-        """Returns a row.
-
-        **Arguments:**
-
-        - `pieces`: the first token of each piece, and its example, as returned by `read`.
-        """
+        """Returns a row, given the first token of each piece, and its example, as returned by `read`."""
         row: dict[str | None, Arrays] = {}
         for side, length in self.lengths.items():
             parts = [{name: x[start : start + length] for name, x in sides[side].items()} for start, sides in pieces]

@@ -197,12 +197,8 @@ def place_batch(
 def place_rows(
     batch: PyTree[np.ndarray], places: np.ndarray, sharding: NamedSharding, rows: np.ndarray
 ) -> PyTree[jax.Array]:
-    """Places the rows of the batch with these numbers on the mesh. The leading dims are those of `places`.
-
-    **Arguments:**
-
-    - `rows`: as for `place_batch`.
-    """
+    """Places those of `rows` (as for `place_batch`) with these numbers on the mesh. The leading dims are those of
+    `places`."""
     if sharding.is_fully_addressable:
         first, last = int(places.flat[0]), int(places.flat[-1])
         # Contiguous rows are taken as a view.

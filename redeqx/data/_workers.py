@@ -65,11 +65,7 @@ class Workers:
 
 class CollatePool:
     """Calls a `collate_fn` in workers; a context that ends them. They start at the first call, and serve any number of
-    passes over the examples.
-
-    **Arguments:**
-
-    - `collate_fn`: returns the same batch for the same examples, whichever worker calls it.
+    passes over the examples. Whichever worker calls it, it has to return the same batch for the same examples.
 
     Raises TypeError for a function that cannot be pickled, ValueError for a script that processes cannot import.
     """

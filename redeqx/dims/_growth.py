@@ -160,13 +160,9 @@ def _factor(one: Any, two: Any) -> Any:
 
 
 def have_same_constants(found: Sequence[tuple[Any, Any]], closed: Any, ratio: float) -> bool:
-    """Whether the constants of a function for some rows are those for other rows, as far as these are known.
-
-    **Arguments:**
-
-    - `found`: pairs of its constants, for one number of rows and for twice as many.
-    - `closed`: its closed jaxpr in normal form for `ratio` times that number.
-    """
+    """Whether the constants of a function for some rows are those for other rows, as far as these are known: `found` are
+    pairs of them, for one number of rows and for twice as many, and `closed` is its closed jaxpr in normal form for `ratio`
+    times it."""
 
     def is_same(pair: tuple[Any, Any], y: Any) -> bool:
         x, other = pair

@@ -83,13 +83,9 @@ class Names(Inference):
         return given - others
 
     def needed(self, outputs: Collection[int], ends: Iterable[Value] = (), *, with_own_indices: bool = True) -> set[int]:
-        """Returns the ids of the values that some outputs and the equations with effects depend on.
-
-        **Arguments:**
-
-        - `ends`: values whose own dependencies do not count.
-        - `with_own_indices`: whether a lookup of each row's own entry depends on the numbers of the rows.
-        """
+        """Returns the ids of the values that some outputs and the equations with effects depend on. Own dependencies of
+        `ends` do not count. `with_own_indices`: whether a lookup of each row's own entry depends on the numbers of the
+        rows."""
         steps, reads = list(steps_of(self.root)), dict[int, list[Value]]({id(value): [] for value in ends})
         for step in () if with_own_indices else steps:
             if step.own_columns:

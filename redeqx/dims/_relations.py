@@ -170,12 +170,7 @@ def _split(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
 
 
 def _replaced(how: str, replaced: Callable[[Any, int], bool]) -> Relation:
-    """Returns the relation of equations that replace some dims of their operand by new ones.
-
-    **Arguments:**
-
-    - `replaced`: whether an equation replaces the dim at an index.
-    """
+    """Returns the relation of equations that replace each dim of their operand for which `replaced(eqn, i)` holds."""
 
     def relation(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
         sizes = enumerate(eqn.outvars[0].aval.shape)

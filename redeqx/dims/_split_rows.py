@@ -47,12 +47,8 @@ def _largest(parts: Any) -> Parts:
 
 @once
 def spread(closed: Any, n_weights: int) -> Mapping[Any, Sequence[Spread]]:
-    """Returns what is known of the operands of each equation of a closed jaxpr in normal form, and of those inside.
-
-    **Arguments:**
-
-    - `n_weights`: the number of its first inputs, which are weights. Dim 0 of all others is rows, except of keys.
-    """
+    """Returns what is known of the operands of each equation of a closed jaxpr in normal form, and of those inside. Its
+    first `n_weights` inputs are weights. Dim 0 of all others is rows, except of keys."""
     found: dict[Any, Sequence[Spread]] = {}
 
     def note(eqn: Any, ins: Sequence[Spread], outs: Sequence[Spread]) -> None:

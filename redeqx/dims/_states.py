@@ -105,12 +105,8 @@ def is_of_any_degree(step: Step, ins: Sequence[State]) -> bool:
 
 
 def degree_of_outputs(step: Step, ins: Sequence[State], is_sum: bool) -> int | None:
-    """Returns the degree of an equation's outputs; None if there is none.
-
-    **Arguments:**
-
-    - `is_sum`: whether it sums over a dim that grows with the rows.
-    """
+    """Returns the degree of an equation's outputs; None if there is none. `is_sum`: whether it sums over a dim that grows
+    with the rows."""
     name, degrees, terms = step.name, [state.degree for state in ins], _terms(step)
     if name in _BILINEAR:
         return None if any(degrees[2:]) else sum(degrees) + is_sum

@@ -53,12 +53,8 @@ def agree_on_examples(peers: Peers, method: str, n: int | None, batch_size: int)
 
 
 class RowCheck:
-    """Compares the rows of the steps of one pass over examples between the processes: their shards form one array.
-
-    **Arguments:**
-
-    - `say`: prints a line, once in a run: each epoch, evaluation and `update` is a pass.
-    """
+    """Compares the rows of the steps of one pass over examples between the processes: their shards form one array. `say`
+    prints a line, once in a run: each epoch, evaluation and `update` is a pass."""
 
     _numbers = count()  # of the passes of this process: every process makes the same ones in the same order
     _has_said = False
@@ -78,13 +74,8 @@ class RowCheck:
         return varies
 
     def __call__(self, i: int, batch: PyTree, n_examples: int) -> None:
-        """Checks that step `i` has the same number of examples in all processes, and rows of the same shape and dtype.
-
-        **Arguments:**
-
-        - `batch`: the collated rows of this process.
-        - `n_examples`: the number in all processes; 0 after the last step.
-        """
+        """Checks that step `i` has the same number of examples (0 after the last step) in all processes, and the collated
+        rows of this process, `batch`, the same shape and dtype as those of others."""
         rows = _shapes(batch) | {"the number of examples of a step": str(n_examples)}
         if i == 0:
             self._peers.agree("collate_fn", rows, _SAME_LENGTH)
@@ -116,11 +107,8 @@ def _brief(line: str) -> str:
 
 
 def agree_on_values(peers: Peers, what: str, leaves: Mapping[str, Any]) -> None:
-    """Checks that array shards which several processes hold have the same bits in all of them.
-
-    **Arguments:**
-
-    - `leaves`: NumPy or JAX arrays by name; a JAX array may be on the devices of this process or of all.
+    """Checks that array shards which several processes hold have the same bits in all of them. Of NumPy or JAX arrays by
+    name, one of JAX may be on the devices of this process or of all.
 
     Raises ValueError, the same in every process, with the name of the first array that differs.
     """

@@ -33,15 +33,12 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 def launch(n: int, command: Sequence[str], port: int | None = None) -> int:
-    """Runs a command as `n` processes of one run; returns 0, or the exit code of a process that failed.
+    """Runs a command as `n` processes of one run; returns 0, or the exit code of a process that failed. `port` is that of
+    process 0, by default a free one.
 
     Code 75, of a process that left because another one is gone, is returned only if no process has another code. If one
     fails, the others have ten seconds to exit and are then killed. SIGTERM, SIGINT and SIGUSR1 are forwarded. The processes
     are killed when this process ends, however it ends.
-
-    **Arguments:**
-
-    - `port`: the port of process 0; a free one by default.
     """
     environment = {**os.environ, "REDEQX_PROCESSES": str(n), "REDEQX_HOST0": f"127.0.0.1:{port or free_port('127.0.0.1')}"}
     # With fewer threads than devices XLA's collectives deadlock: 8 devices and NPROC=4 (JAX 0.10.2; 2026-11-25).

@@ -133,14 +133,11 @@ class Peers:
     def together(
         self, topic: str, act: Callable[[], Any], *, alone: bool = False, kinds: Sequence[type[Exception]] = (OSError,)
     ) -> list[Any]:
-        """Calls `act` in every process; returns the results (JSON) in the order of the processes.
+        """Calls `act` in every process, or `alone` in process 0 while the others contribute None; returns the results (JSON)
+        in the order of the processes.
 
-        If it raises in one process, all raise an error of the same kind with the same text.
-
-        **Arguments:**
-
-        - `alone`: whether only process 0 calls `act`; the others contribute None.
-        - `kinds`: the errors that are shared; of several that match, the first is raised.
+        If it raises one of these `kinds` of errors in one process, all raise an error of the same kind with the same text;
+        of several that match, the first is raised.
         """
         if self.n == 1:
             return self.gather(topic, act())

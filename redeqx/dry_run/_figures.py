@@ -64,15 +64,9 @@ class Step:
     is_estimate: bool = False  # of the temporaries, from the trace: nothing was compiled
 
     def offloaded(self, state: int, other_bytes: int) -> "Step":
-        """Estimates a step that copies the optimizer's state from the host, from this one with the state on the devices.
-
-        The estimate assumes that the copy happens when the gradients are complete, and of all the state at once.
-
-        **Arguments:**
-
-        - `state`: bytes of the state.
-        - `other_bytes`: other bytes in memory at that time: parameters, gradients and the rest of the run's state.
-        """
+        """Estimates a step that copies the optimizer's state, of `state` bytes, from the host, from this one with the state
+        on the devices. All of it is copied at once, when the gradients are complete: with `other_bytes` of parameters,
+        gradients and the rest of the run's state in memory."""
         needs = max(self.needs - state, other_bytes + state)
         host_bytes = self.host_bytes + 2 * state
         return replace(self, needs=needs, arguments=self.arguments - state, host_bytes=host_bytes, host_hidden=None)
@@ -118,12 +112,8 @@ def hidden_share(found: Iterable[Collective]) -> float | None:
 
 
 def estimate(step: Step, model_flops: Mapping[str, int], chip: Chip, mesh: Mesh) -> Estimate:
-    """Estimates the time of a compiled step on devices with these figures.
-
-    **Arguments:**
-
-    - `model_flops`: FLOPs without recomputation, by dtype, for all devices together.
-    """
+    """Estimates the time of a compiled step on devices with these figures. `model_flops` are those without recomputation, by
+    dtype, for all devices together."""
     communication = sum((each.moved / sent_per_second(each, chip, mesh) for each in step.collectives), 0.0)
     compute = matmul_seconds(step.flops, chip, mesh.size)
     parts = (compute, step.bytes_moved / chip.bandwidth, communication, step.host_bytes / chip.host)

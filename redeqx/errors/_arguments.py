@@ -177,13 +177,8 @@ def check_model(model: Any, name: str = "model") -> None:
 
 
 def check_alike(model: Any, own: Mapping[str, Any], whose: str) -> None:
-    """Raises ValueError if the arrays of a model differ from others in name or shape; and as `check_model`.
-
-    **Arguments:**
-
-    - `own`: the other arrays, or anything with a `shape`, by name.
-    - `whose`: the model that they are of, such as "the trained model".
-    """
+    """Raises ValueError if the arrays of a model differ in name or shape from others, arrays or anything with a `shape`, of
+    `whose` model, such as "the trained model"; and as `check_model`."""
     check_model(model)
     found = array_leaves(model)
     for name in [*own, *(name for name in found if name not in own)]:
@@ -235,12 +230,8 @@ _AFTER_A_STEP = "A training step deletes the arrays that it updates: take `train
 
 def check_alive(tree: Any, name: str, advice: str = _AFTER_A_STEP) -> None:
     """Raises ValueError if arrays have been deleted. A training step deletes its inputs to reuse their memory, and jaxlib
-    0.10.2 crashes if a step is called with deleted arrays.
-
-    **Arguments:**
-
-    - `advice`: why they may be deleted and the next step, as far as "a copy".
-    """
+    0.10.2 crashes if a step is called with deleted arrays. `advice` says why they may be deleted and the next step, as far
+    as "a copy"."""
 
     def is_dead(leaf: Any) -> bool:
         return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()

@@ -87,13 +87,8 @@ def attention(
 
 
 def attend(q: Array, k: Array, v: Array, extras: dict[str, Any], setting: AttentionSetting) -> Array:
-    """Computes attention without checking the operands.
-
-    **Arguments:**
-
-    - `extras`: the optional operands, by their names in `AttentionSetting`.
-    - `setting`: its `names` are replaced.
-    """
+    """Computes attention without checking the operands. `extras` are the optional ones, by their names in
+    `AttentionSetting`, which replace those of the setting."""
     dtype = jnp.result_type(q, k, v)
     q, k, v = (x.astype(dtype) for x in (q, k, v))
     setting = replace(setting, names=tuple(extras))

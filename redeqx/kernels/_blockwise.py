@@ -24,12 +24,7 @@ def forward(
     setting: AttentionSetting, q: Any, k: Any, v: Any, extras: Operands, block_size: int = BLOCK_SIZE
 ) -> tuple[Any, Any]:
     """Returns the output `[B, T, N, H]` and the log-sum-exp of the scores, `[B, N, T]` of at least float32; in a ring as a
-    pair, `[B, N, T, 2]`, see `_setting.AttentionSetting`.
-
-    **Arguments:**
-
-    - `block_size`: the largest number of queries in a block.
-    """
+    pair, `[B, N, T, 2]`, see `_setting.AttentionSetting`. A block has at most `block_size` queries."""
     n_queries, groups, einsum = q.shape[1], k.shape[2], _einsum(setting)
     keys, values = _heads_first(k), _heads_first(v)
 
@@ -52,13 +47,8 @@ def forward(
 def backward(
     setting: AttentionSetting, q: Any, k: Any, v: Any, extras: Operands, out: Any, log_sum: Any, g: Any
 ) -> list[Any]:
-    """Returns the gradients of queries, keys, values and, if there is one, the bias.
-
-    **Arguments:**
-
-    - `out`, `log_sum`: the results of `forward`.
-    - `g`: the gradient of the output.
-    """
+    """Returns the gradients of queries, keys, values and, if there is one, the bias, given the results of `forward`, and the
+    gradient of the output."""
     n_queries, groups, einsum = q.shape[1], k.shape[2], _einsum(setting)
     keys, values = _heads_first(k), _heads_first(v)
     # The sum over keys of weights times their gradients; the derivative of a softmax subtracts it.

@@ -38,13 +38,8 @@ def of_columns(extras: Operands, first: Any, n: int) -> Operands:
 
 
 def halo(setting: AttentionSetting, n_queries: int, n_keys: int) -> tuple[int, int] | None:
-    """Returns how many keys of the devices before and after it a device needs; None if it needs those of more devices.
-
-    **Arguments:**
-
-    - `n_queries`: those of a device.
-    - `n_keys`: those of all devices.
-    """
+    """Returns how many keys of the devices before and after it a device with `n_queries` needs, of the `n_keys` of all
+    devices; None if it needs those of more devices."""
     if setting.window is None or setting.dropout or n_keys != n_queries * setting.n_shards(1):
         return None
     before, after = _reach(setting)

@@ -27,13 +27,8 @@ AT_ONCE, OF_BLOCK, LARGEST_BLOCK = 2 * 2**30, 2**29, 16384
 
 
 def is_in_blocks(setting: AttentionSetting, q: Any, k: Any, n_devices: int = 1) -> bool:
-    """Whether the mask of segments is made a block at a time.
-
-    **Arguments:**
-
-    - `q`, `k`: the shapes of queries and keys.
-    - `n_devices`: those over which the queries are split.
-    """
+    """Whether the mask of segments is made a block at a time, given the shapes of queries and keys, and over how many
+    devices the queries are split."""
     takes_segments = "query_segments" in setting.names and not {"bias", "mask", "key"} & set(setting.names)
     return takes_segments and _n_bytes(setting, q, q.shape[-3] // n_devices, k.shape[-3]) > AT_ONCE
 
@@ -64,12 +59,8 @@ def may_meet(one: tuple[Any, Any], two: tuple[Any, Any]) -> Any:
 
 @dataclass(frozen=True)
 class InBlocks:
-    """A kernel of which a large mask of segments is made a block at a time.
-
-    **Arguments:**
-
-    - `attend`, `differentiate`: the forward and the backward pass of a kernel that takes a dense mask, as in `_blockwise`.
-    """
+    """A kernel of which a large mask of segments is made a block at a time, given the forward and the backward pass of one
+    that takes a dense mask, as in `_blockwise`."""
 
     attend: Callable[..., tuple[Any, Any]]
     differentiate: Callable[..., list[Any]]

@@ -54,13 +54,8 @@ def groups_of(sizes: Any, n_rows: int, *, shares_matrices: bool) -> _tiles.Group
 
 
 class Tiled:
-    """Computes by `_tiles`.
-
-    **Arguments:**
-
-    - `min_rows`: as for `_tiles.n_tile_rows`.
-    - `widened`: whether bfloat16 operands are cast to float32 where products are summed in float32.
-    """
+    """Computes by `_tiles`, with its `min_rows`. `widened`: whether bfloat16 operands are cast to float32 where products are
+    summed in float32."""
 
     def __init__(self, min_rows: int, widened: bool):
         self.min_rows, self.widened = min_rows, widened

@@ -53,12 +53,8 @@ def matmul(x: Any, weights: Any, sizes: Any, *, tile: int, transposed: bool, dty
 
 
 def gradient(x: Any, g: Any, sizes: Any, total: Any = None, *, tile: int, dtype: Any, interpret: bool = False) -> Any:
-    """Same as `_tiles.gradient`, for the sizes of groups that follow each other from the first row.
-
-    **Arguments:**
-
-    - `total`: the sum of earlier gradients, to which the kernel adds this one, in the same memory.
-    """
+    """Same as `_tiles.gradient`, for the sizes of groups that follow each other from the first row. The kernel adds it to
+    the sum of earlier ones, `total`, in the same memory."""
     sides = tile, _tile_side(x.shape[1]), _tile_side(g.shape[1])
     x, g = pad(x, 0, tile), pad(g, 0, tile)
     return _library()[1](x.swapaxes(0, 1), g, sizes, dtype, sides, existing_out=total, interpret=interpret)

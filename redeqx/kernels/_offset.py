@@ -25,12 +25,8 @@ _DENSE = ("bias", "mask", "query_segments")
 
 @dataclass(frozen=True)
 class WithOffset:
-    """A kernel that supports `AttentionSetting.offset`, made of one that does not.
-
-    **Arguments:**
-
-    - `attend`, `differentiate`: the forward and the backward pass of the kernel, as in `_blockwise`.
-    """
+    """A kernel that supports `AttentionSetting.offset`, made of the forward and the backward pass of one that does not, as
+    in `_blockwise`."""
 
     attend: Callable[..., tuple[Any, Any]]
     differentiate: Callable[..., list[Any]]
@@ -82,13 +78,8 @@ def merge(parts: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some keys of a chunk of queries.
-
-    **Arguments:**
-
-    - `n_dummies`: the number of queries that are prepended.
-    - `has_keys`: which rows have any of these keys; None for all rows.
-    """
+    """Some keys of a chunk of queries, to which `n_dummies` are prepended. `has_keys` says which rows have any of these
+    keys; None for all."""
 
     setting: AttentionSetting
     k: Any

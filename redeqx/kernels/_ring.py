@@ -34,12 +34,8 @@ Operands = dict[str, Any]
 @dataclass(frozen=True)
 class Ring:
     """The passes of an attention on one device, inside `jax.shard_map`. They take its chunks, and return results for them.
-
-    **Arguments:**
-
-    - `kernel`: what computes a chunk of queries with a chunk of keys, such as `_blockwise`.
-    - `layout`: which positions this device has. There are as many queries as keys if their distance matters.
-    """
+    `kernel` computes a chunk of queries with one of keys, such as `_blockwise`; `layout` says which positions this device
+    has. There are as many queries as keys if their distance matters."""
 
     kernel: Any
     layout: Layout
@@ -202,13 +198,8 @@ class Ring:
 
 @dataclass(frozen=True)
 class _Pair:
-    """A chunk of queries and one of keys.
-
-    **Arguments:**
-
-    - `whole`: the optional operands of these queries and all keys.
-    - `start`, `size`: which keys these are.
-    """
+    """A chunk of queries and one of keys: `size` keys from `start` on. `whole` are the optional operands of these queries
+    and all keys."""
 
     setting: AttentionSetting
     whole: Operands

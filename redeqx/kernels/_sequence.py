@@ -36,15 +36,9 @@ RING_BYTES = 2 * 2**30
 
 
 def resolve(setting: AttentionSetting, shapes: Sequence[Any], *, segments_are_dense: bool = False) -> AttentionSetting:
-    """Returns the setting with the split that an attention is computed with.
-
-    By positions, it is the same. By heads, positions are whole and the heads are split over their axis too.
-
-    **Arguments:**
-
-    - `shapes`: those of the operands, in order.
-    - `segments_are_dense`: whether the kernel takes segments as a number per query and key.
-    """
+    """Returns the setting with the split that an attention of operands of these shapes is computed with. By positions, it is
+    the same. By heads, positions are whole and the heads are split over their axis too. `segments_are_dense`: whether the
+    kernel takes segments as a number per query and key."""
     if not setting.splits_positions:
         return setting
     n, n_queries, n_heads, n_keys = setting.n_shards(1), *shapes[0].shape[-3:-1], shapes[1].shape[-3]
@@ -100,12 +94,7 @@ def _is_by_heads(setting: AttentionSetting, resolved: AttentionSetting) -> bool:
 
 
 def forward(kernel: Any, setting: AttentionSetting, resolved: AttentionSetting, q: Any, *operands: Any) -> tuple[Any, Any]:
-    """Same as `_blockwise.forward`, by any kernel, over the devices.
-
-    **Arguments:**
-
-    - `resolved`: the setting as `resolve` returns it.
-    """
+    """Same as `_blockwise.forward`, by any kernel, over the devices, given the setting as `resolve` returns it too."""
     if resolved.splits_positions:
         return forward_by_positions(kernel, resolved, q, *operands)
     if not _is_by_heads(setting, resolved):

@@ -97,15 +97,8 @@ class AttentionSetting:
 def make_mask(
     setting: AttentionSetting, rows: Int[Array, " t"], n_keys: int, operands: dict[str, Any]
 ) -> Bool[Array, "b g r t s"] | None:
-    """Returns a mask that is True for the keys that queries attend to; None for all keys.
-
-    It has size 1 along dims where it repeats.
-
-    **Arguments:**
-
-    - `rows`: the positions of the queries.
-    - `operands`: includes the optional operands for these queries; a mask as `[B, G, R, t, S]`.
-    """
+    """Returns a mask that is True for the keys that queries at these positions attend to; None for all keys. It has size 1
+    along dims where it repeats. `operands` include the optional ones for these queries; a mask as `[B, G, R, t, S]`."""
     columns = jnp.arange(n_keys)
     distance = (rows[:, None] - columns)[None, None, None]
     masks: list[Any] = []

@@ -72,12 +72,7 @@ def unsupported_reason(setting: AttentionSetting, q: Any, k: Any, v: Any, extras
 def forward(
     setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any], interpret: bool = False
 ) -> tuple[Any, Any]:
-    """Same as `_blockwise.forward`.
-
-    **Arguments:**
-
-    - `interpret`: whether to interpret the kernel, which works on any platform.
-    """
+    """Same as `_blockwise.forward`. `interpret` interprets the kernel, which works on any platform."""
 
     def on_device(q: Any, k: Any, v: Any, segments: Any) -> tuple[Any, Any]:
         out, (log_sum,) = jax.vmap(_kernel(setting, q, k, interpret))(*_prepare(setting, q, k, v), segments)

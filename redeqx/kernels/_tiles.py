@@ -28,13 +28,8 @@ class Groups(NamedTuple):
 
 
 def n_tile_rows(mean: float, min_rows: int) -> int:
-    """Returns the number of rows of a tile: a group of up to 1.1 times the mean size has two tiles.
-
-    **Arguments:**
-
-    - `mean`: the mean size of a group.
-    - `min_rows`: the smallest tile for which a platform's matmul is fast.
-    """
+    """Returns the number of rows of a tile: a group of up to 1.1 times the mean size has two tiles. Below `min_rows` a
+    platform's matmul is not fast."""
     multiple = min(min_rows, 64)
     return min(max(multiple * math.ceil(0.55 * mean / multiple), min_rows), _MAX_TILE)
 
@@ -106,14 +101,8 @@ def matmul(
 def gradient(
     x: Any, g: Any, groups: Groups, n_matrices: int, *, size: int, precision: Any, dtype: Any, widened: bool
 ) -> Any:
-    """Returns for each matrix the sum, over the rows of its groups, of the products of `x` and `g`: `[W, K, N]`.
-
-    Products are summed in float32, one matrix at a time. Each is written after each of its tiles.
-
-    **Arguments:**
-
-    - `x`, `g`: `[R, K]` and `[R, N]`.
-    """
+    """Returns `[W, K, N]`: for each matrix the sum, over the rows of its groups, of the products of `x` `[R, K]` and `g`
+    `[R, N]`. Products are summed in float32, one matrix at a time. Each is written after each of its tiles."""
     tiles = _Tiles(groups, x.shape[0], size)
     wide = at_least_float32(dtype)
 

@@ -132,13 +132,9 @@ _NEUTRAL = re.compile("dump|cache|autotune_results|vmodule|log_level|host_platfo
 
 
 def compiler_environment(client: Any = None) -> dict[str, Any]:
-    """Returns what decides how this process compiles a given program, by name: the compiler's version, and the environment's
-    flags. Processes in which they differ round differently, so that values that should be equal drift apart.
-
-    **Arguments:**
-
-    - `client`: of the devices to compile for; by default those of this process.
-    """
+    """Returns what decides how a process compiles a given program for the devices of `client`, by default its own, by name:
+    the compiler's version, and the environment's flags. Processes in which they differ round differently, so that values
+    that should be equal drift apart."""
     texts = {name: os.environ.get(name, "").split() for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")}
     kept = {name: sorted(flag for flag in text if not _NEUTRAL.search(flag)) for name, text in texts.items()}
     flags = {name: " ".join(text) or "unset" for name, text in kept.items()}

@@ -23,13 +23,8 @@ _MAX_SOURCES = 8  # of a fused value. Few are read from more: a residual stream 
 
 
 def estimated_bytes(closed: Any, specs: Sequence[P | None], mesh: Mesh) -> int:
-    """Returns the bytes of a step's temporaries on one device, at their peak.
-
-    **Arguments:**
-
-    - `closed`: the closed jaxpr of the step, which donates its state.
-    - `specs`: of its inputs; None for replicated ones.
-    """
+    """Returns the bytes of a step's temporaries on one device, at their peak, given its closed jaxpr, which donates its
+    state, and the specs of its inputs; None for replicated ones."""
     closed = normal(closed)  # jits are fused with what is around them
     return _Walk(Shards(closed, specs, mesh)).peak(closed.jaxpr)
 

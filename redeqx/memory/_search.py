@@ -87,15 +87,11 @@ class SearchSpace:
         return cls(own, flops=flops, **known)
 
     def search(self, own: Tried, measure: Callable[[Strategy], Tried | None], *, to_fastest: bool) -> Iterator[Tried]:
-        """Yields the strategies that had to be compiled, each when it is compiled.
+        """Yields the strategies that had to be compiled by `measure`, which returns None if one cannot be, each when it is
+        compiled. With `to_fastest`, goes on after a strategy fits, to those that may be faster, if estimates are known.
 
         More shards of the model axis than in the script are tried only if nothing else fits, because the time of their
         collectives is unknown before compilation.
-
-        **Arguments:**
-
-        - `measure`: compiles a strategy. Returns None if it cannot be compiled.
-        - `to_fastest`: whether to go on after a strategy fits, to those that may be faster, if estimates are known.
         """
         known = [own]
         groups: dict[int, list[Strategy]] = {}

@@ -21,12 +21,8 @@ Axes = tuple[tuple[str, ...], ...]  # for each dim of a value, the axes that spl
 
 
 class Shards:
-    """The shards of a closed jaxpr's values, including those inside its loops, branches and calls.
-
-    **Arguments:**
-
-    - `specs`: of the inputs; None for replicated ones.
-    """
+    """The shards of a closed jaxpr's values, including those inside its loops, branches and calls, given the specs of its
+    inputs, None for replicated ones."""
 
     def __init__(self, closed: Any, specs: Sequence[P | None], mesh: Mesh):
         self.mesh = mesh

@@ -86,13 +86,8 @@ class Goodput:
         return ", ".join([f"{seconds['steps'] / total:.1%} of {duration_text(total)} in steps", *rest])
 
     def continue_from(self, records: Iterable[tuple[int, Mapping[str, float]]], step: int) -> None:
-        """Takes over the seconds of the processes that made these records.
-
-        **Arguments:**
-
-        - `records`: the step and the numbers of each, in order. Those without times are left out.
-        - `step`: the step from which this process continues.
-        """
+        """Takes over the seconds of the processes that made these records, of the step and the numbers of each, in order;
+        those without times are left out. This process continues from `step`."""
         rows = [(at, numbers) for at, numbers in records if "unix_time" in numbers]
         if not rows:
             return

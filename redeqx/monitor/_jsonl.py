@@ -125,12 +125,8 @@ class JsonLines:
 
 
 def to_json(value: Any, default: Callable[[Any], Any] | None = None) -> str:
-    """Returns a value as one line of JSON, in which NaN and the infinities are strings that `float` accepts.
-
-    **Arguments:**
-
-    - `default`: as for `json.dumps`.
-    """
+    """Returns a value as one line of JSON, in which NaN and the infinities are strings that `float` accepts. `default` is as
+    for `json.dumps`."""
     text = json.dumps(value, default=default)
     if "NaN" in text or "Infinity" in text:
         text = json.dumps(_without_nonfinite(json.loads(text)), allow_nan=False)

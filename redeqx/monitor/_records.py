@@ -66,12 +66,8 @@ class Records:
         name: str | None = None,
         **counts: Any,
     ) -> None:
-        """Shows a finished step in a line, and records its metrics with the line's speed.
-
-        **Arguments:**
-
-        - `name`: of the trainer, as for `metrics`. The others are those of `ProgressLine.update`.
-        """
+        """Shows a finished step in a line, and records its metrics with the line's speed. `name` is that of the trainer, as
+        for `metrics`; the others are those of `ProgressLine.update`."""
         line.update(step, metrics=metrics, epoch=epoch, **counts)
         values = metrics if epoch is None else {"epoch": epoch, **metrics}
         if speed := line.speed():
@@ -183,11 +179,8 @@ class Records:
             self.rewind(step, name)
 
     def rewind(self, step: int, name: str | None = None) -> None:
-        """Deletes what was recorded after `step`, for a run that resumes from there.
-
-        **Arguments:**
-
-        - `name`: of one of several trainers: all images and texts are kept.
+        """Deletes what was recorded after `step`, for a run that resumes from there. Of one of several trainers, by `name`,
+        all images and texts are kept.
 
         Rows of other trainers are kept, unless -1 deletes all. The user's own rows belong to the trainer without a name, if
         there is one.

@@ -63,13 +63,8 @@ class NamedTracker(Protocol):
     where: str  # the address or folder that shows the run
 
     def __init__(self, folder: Path | None, run_id: str | None) -> None:
-        """Opens the run.
-
-        **Arguments:**
-
-        - `folder`: the workdir, or None.
-        - `run_id`: the id of a run to continue, which an earlier process began; None for a new run.
-        """
+        """Opens the run of a workdir (None without one), or continues the one with this id, which an earlier process
+        began."""
 
     def config(self, values: Mapping[str, Any]) -> None: ...
     def rows(self, rows: Sequence[Row]) -> None: ...

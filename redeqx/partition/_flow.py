@@ -15,12 +15,8 @@ class Split:
     is_unknown: bool = False  # whether the use of a replicated leaf is not known, so that it may be split in storage
 
     def followed(self, dims: Sequence[int | None], n_stacked: int) -> "Split":
-        """Returns the split of a leaf that is split like this one, with this number of stacked dims.
-
-        **Arguments:**
-
-        - `dims`: for each other dim of the leaf, the dim of this one with which it is split, or None.
-        """
+        """Returns the split of a leaf that is split like this one, with this number of stacked dims. `dims` has, for each
+        other dim of the leaf, the dim of this one with which it is split, or None."""
         if self.dim is None:
             return Split(None, "replicated: follows its weight, which is replicated")
         if (dim := self.dim - n_stacked) not in dims:

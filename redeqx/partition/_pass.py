@@ -264,13 +264,9 @@ class Pass:
     def apply_view(
         self, eqn: Any, flow: Flow, source: Sequence[int | None], parts: Mapping[int, int], output: int = 0
     ) -> Flow:
-        """Returns the flow of output `output` of an equation, which is a view of its operand.
-
-        **Arguments:**
-
-        - `source`: for each dim of the output, the dim of the operand that is split if this dim is split, or None.
-        - `parts`: maps each dim of the output that is an equal part of a dim of the operand to that dim.
-        """
+        """Returns the flow of output `output` of an equation, which is a view of its operand. For each dim of the output,
+        `source` has the dim of the operand that is split if this dim is split, or None; `parts` maps those that are an equal
+        part of a dim of the operand to that dim."""
         dim, cause = self.split(flow)
         aval = eqn.outvars[output].aval
         repeated = eqn.primitive.name == "broadcast_in_dim"

@@ -23,12 +23,9 @@ def place(model: PyTree, plan: Plan, taken: Collection[str] = ()) -> PyTree:
     """Puts every array of a model on the plan's mesh, sharded by the plan's specs.
 
     Arrays that already have their sharding are not copied. All others are, so that a step that donates its arguments never
-    deletes an array of the caller; and so is the second leaf of one array, because a step may donate the first.
-
-    **Arguments:**
-
-    - `taken`: names of leaves that a step will delete. If their arrays are on the mesh already, as `deployer.init` places
-        them before a loss is known, they are moved instead, one after the other: no device holds two models.
+    deletes an array of the caller; and so is the second leaf of one array, because a step may donate the first. But leaves
+    that a step will delete, by their names in `taken`, are moved one after the other if their arrays are on the mesh, as
+    `deployer.init` places them before a loss is known: no device holds two models.
     """
     kept: set[int] = set()
     moved: dict[int, jax.Array] = {}
@@ -67,15 +64,11 @@ def _copied(leaf: Any) -> Any:
 
 
 def shardings_like(state: PyTree, plan: Plan) -> PyTree:
-    """Returns the shardings of the leaves of an optimizer state (or of gradients, or of averages).
+    """Returns the shardings of the leaves of an optimizer state (or of gradients, or of averages), arrays or shapes.
 
     A leaf gets the sharding of the parameter that has the same shape and whose name is a suffix of the leaf's name:
     `0.mu.head.weight` gets that of `head.weight`. A leaf with one number for each block of the parameter does too, along the
     dims whose blocks divide over the shards. All others are replicated.
-
-    **Arguments:**
-
-    - `state`: a PyTree of arrays or shapes.
     """
 
     def of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:

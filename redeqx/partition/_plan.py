@@ -364,14 +364,9 @@ def _repeats(products: Mapping[tuple[Any, Any], int | None], mesh: Mesh) -> dict
 
 
 def mark_read(plan: Plan, trace: Trace, row_use: RowUse = UNKNOWN, *, with_kinds: bool = False) -> Plan:
-    """Adds to a plan what a traced loss does: a note on each leaf that it does not read, `Plan.repeats`,
-    `Plan.row_use`, `Plan.positions`.
-
-    **Arguments:**
-
-    - `row_use`: what the loss does with rows. If it is `UNKNOWN`, the plan keeps its own.
-    - `with_kinds`: whether to complete the kinds too, for a plan that was made without a loss.
-    """
+    """Adds to a plan what a traced loss does: a note on each leaf that it does not read, `Plan.repeats`, `Plan.row_use`
+    (unless it is `UNKNOWN`), `Plan.positions`. With `with_kinds`, completes the kinds of a plan that was made without a
+    loss."""
     reads, note = trace.reads(), "; the loss does not read it"
     kinds = {name: leaf.kind for name, leaf in plan.leaves.items()}
     kinds = of_loss(kinds, trace) if with_kinds else kinds

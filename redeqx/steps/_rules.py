@@ -61,13 +61,8 @@ def plan_rules(
     measures: bool = False,
 ) -> list[Rule]:
     """Returns the rules on a function `(weights, state, batch, ...)`, in the order in which they apply. Which of them change
-    anything on this mesh they say themselves.
-
-    **Arguments:**
-
-    - `named`: whether the program names the weight of each operation, gathered or not; it computes the same.
-    - `measures`: whether it becomes known what loops save at each level of recomputation.
-    """
+    anything on this mesh they say themselves. A `named` program names the weight of each operation, gathered or not, and
+    computes the same. `measures`: whether it becomes known what loops save at each level of recomputation."""
     mesh, names, is_trained = plan.mesh, structure.weights, role == "training"
     n_weights, is_cpu = len(names), mesh.devices.flat[0].platform == "cpu"
     splits, specs = tuple(map(plan.model_dim, names)), list(map(plan.spec_in_use, names))

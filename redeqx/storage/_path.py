@@ -33,12 +33,8 @@ class Stat(NamedTuple):
 
 @dataclass(frozen=True, order=True)
 class StorePath:
-    """A path in an object store: `s3://bucket/key` or `gs://bucket/key`.
-
-    **Arguments:**
-
-    - `key`: without a slash at either end; empty for the bucket itself.
-    """
+    """A path in an object store: `s3://bucket/key` or `gs://bucket/key`. The key has no slash at either end, and is empty
+    for the bucket."""
 
     scheme: str
     bucket: str

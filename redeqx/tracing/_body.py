@@ -22,13 +22,8 @@ _REPEATING = ("broadcast_in_dim", "convert_element_type", "reshape", "copy")
 
 
 class Body:
-    """The values of a closed jaxpr in normal form, including those inside its loops, branches and calls.
-
-    **Arguments:**
-
-    - `closed`: the closed jaxpr. In normal form each variable has one place.
-    - `known`: for each of its first inputs its name and value, or None if nothing is known.
-    """
+    """The values of a closed jaxpr in normal form, where each variable has one place, including those inside its loops,
+    branches and calls. `known` has for each of its first inputs its name and value, or None if nothing is known."""
 
     def __init__(self, closed: Any, known: Sequence[tuple[str, Any] | None] = ()):
         self.closed = closed

@@ -71,14 +71,9 @@ def fold(
     enter: Callable[[Any], Entered] = entered,
     steps: Callable[[Any], Iterable[Any]] = attrgetter("eqns"),
 ) -> Counter[Any]:
-    """Returns the sums of numbers, by key, over the steps of a program. Of a choice, the largest counts; of one that is made
-    in the context `rarely`, the smallest.
-
-    **Arguments:**
-
-    - `program`: a jaxpr, with the default `enter` and `steps`.
-    - `count`: takes a step and returns its numbers, or None to enter it.
-    """
+    """Returns the sums of numbers, by key, over the steps of a program, such as a jaxpr. Of a choice, the largest counts; of
+    one that is made in the context `rarely`, the smallest. `count` takes a step and returns its numbers, or None to enter
+    it."""
     memo: dict[Any, Counter[Any]] = {}  # calls of one jitted function share its jaxpr
 
     def of(program: Any) -> Counter[Any]:

@@ -32,11 +32,7 @@ Role = Literal["call", "body", "condition", "branch", "manual"]
 
 class Env(dict[Any, Any]):
     """What is known of the atoms of a jaxpr: a dict by variables that can be read for literals too, which JAX does not hash.
-
-    **Arguments:**
-
-    - `literal`: takes a literal and returns what is known of it: its value by default.
-    """
+    `literal` takes a literal and returns what is known of it: its value by default."""
 
     def __init__(self, pairs: Iterable[tuple[Any, Any]] = (), literal: Callable[[Any], Any] = attrgetter("val")):
         super().__init__(pairs)
@@ -127,14 +123,10 @@ def is_replaceable(eqn: Any) -> bool:
 
 
 def with_insides(eqn: Any, values: Sequence[Any], new_insides: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Returns the equation with its inner jaxprs replaced, and its operands.
+    """Returns the equation with its inner jaxprs replaced by new closed ones, in the order of `insides`, and its operands.
 
     Some constants of the new jaxprs become operands: values of an enclosing trace, because JAX differentiates and batches
     operands only, and all constants of a remat, because it holds an open jaxpr.
-
-    **Arguments:**
-
-    - `new_insides`: the new closed jaxprs, in the order of `insides`.
     """
     found, params = insides(eqn), dict(eqn.params)
     is_open = any(isinstance(params[inner.param], jex.Jaxpr) for inner in found)
@@ -331,12 +323,8 @@ def run(eqn: Any, ins: Sequence[Any]) -> list[Any]:
 
 
 def evaluate(eqns: Iterable[Any], env: Env, compute: Callable[[Any, Sequence[Any]], Iterable[Any]] = run) -> None:
-    """Evaluates equations, one after the other, from the values of an environment, which gets those of their outputs.
-
-    **Arguments:**
-
-    - `compute`: returns the outputs of an equation, given its operands.
-    """
+    """Evaluates equations, one after the other, from the values of an environment, which gets those of their outputs: what
+    `compute` returns, given an equation and its operands."""
     for eqn in eqns:
         env.update(zip(eqn.outvars, compute(eqn, env.read(eqn.invars)), strict=True))
 

@@ -27,12 +27,8 @@ _OF_MADE = {"equinox": "equinox.internal", **{name: name for name in ("diffrax",
 
 
 def line_of(eqn: Any, *skipped: str) -> str:
-    """Returns the line of code of an equation, `file.py:12`, or an empty string if it is unknown.
-
-    **Arguments:**
-
-    - `skipped`: packages whose frames are skipped too.
-    """
+    """Returns the line of code of an equation, `file.py:12`, or an empty string if it is unknown. Frames of `skipped`
+    packages do not count."""
     traceback = eqn.source_info.traceback
     frames = () if traceback is None else traceback.frames
     return line_among((f"{frame.file_name}:{frame.line_num}" for frame in frames), *skipped)

@@ -51,13 +51,8 @@ def without_remats(closed: Any) -> Any:
 
 
 def restricted(closed: Any, outvars: Sequence[Any], invars: Sequence[Any] | None = None) -> Any:
-    """Returns a closed jaxpr of some values of another, with the equations that they need or that have effects.
-
-    **Arguments:**
-
-    - `outvars`: the values.
-    - `invars`: the inputs in another order, and values that are inputs instead of being computed.
-    """
+    """Returns a closed jaxpr of some values of another, with the equations that they need or that have effects. Its `invars`
+    are the inputs in another order, and values that are inputs instead of being computed."""
     needed, given, eqns = set(variables(outvars)), set(invars or ()), []
     for eqn in reversed(closed.jaxpr.eqns):
         if eqn.effects or any(var in needed and var not in given for var in eqn.outvars):
@@ -92,13 +87,8 @@ def _is_of_library(eqn: Any) -> bool:
 
 
 def _normal(closed: Any, call: Any = None, *, keeps_remats: bool = True) -> Any:
-    """Returns a closed jaxpr in normal form.
-
-    **Arguments:**
-
-    - `call`: the traceback of the call of a library's function in which it is; None if it is in none.
-    - `keeps_remats`: whether remats are not inlined.
-    """
+    """Returns a closed jaxpr in normal form, of which remats are inlined unless it keeps them. `call` is the traceback of
+    the call of a library's function in which it is; None if it is in none."""
     constvars, consts, eqns = list[Any](), list[Any](), list[Any]()
 
     def enter(closed: Any, ins: list[Any], call: Any, scope: Any = None) -> list[Any]:

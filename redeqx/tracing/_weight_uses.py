@@ -29,12 +29,7 @@ class _Use:
 
 @dataclass
 class WeightUses:
-    """The uses of weights in a traced function.
-
-    **Arguments:**
-
-    - `n_weights`: the number of parameters, which are the function's first inputs. The other inputs are data.
-    """
+    """The uses of weights in a traced function: its first `n_weights` inputs are parameters, and the others data."""
 
     closed: Any
     n_weights: int

@@ -249,13 +249,9 @@ class Engine:
     def batches(
         self, steps: Iterable[Slice], size: BatchSize, *, inference: bool = False, is_counted: bool = True, **options: Any
     ) -> Prefetch:
-        """Returns the batch of each step, prepared ahead by a thread. Close it after use.
-
-        **Arguments:**
-
-        - `inference`, `is_counted`: whether they are batches of an evaluation, and the number of its examples is known.
-        - `options`: those of `redeqx.data.batches`.
-        """
+        """Returns the batch of each step, prepared ahead by a thread, with the `options` of `redeqx.data.batches`. Close it
+        after use. `inference`: whether they are of an evaluation; `is_counted`: whether the number of its examples is
+        known."""
         peers = self.deployer.peers
         check = None if peers.n == 1 else RowCheck(peers, self.deployer.console.info)
         known = self.task.eval_rows if inference else self.task.rows

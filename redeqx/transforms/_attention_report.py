@@ -12,13 +12,8 @@ from ._fuse_attention import FuseAttention, describe, drop_known_mask, find_atte
 
 
 class Attentions(NamedTuple):
-    """The attentions of a function.
-
-    **Arguments:**
-
-    - `fused`: the number of fused attentions, by a description of their mask and kernel.
-    - `unfused`: the reason why an attention is not fused, by its line of code.
-    """
+    """The attentions of a function: how many are fused, by a description of their mask and kernel, and why others are not,
+    by their line."""
 
     fused: Counter[str]
     unfused: dict[str, str]
@@ -27,13 +22,7 @@ class Attentions(NamedTuple):
 def attentions(
     closed: Any, platform: str = "cpu", split: NamedSharding | None = None, inputs: Inputs | None = None
 ) -> Attentions:
-    """Finds the attentions of a traced function.
-
-    **Arguments:**
-
-    - `platform`: the target platform.
-    - `split`, `inputs`: as in `FuseAttention`.
-    """
+    """Finds the attentions of a traced function on a platform; `split` and `inputs` are as in `FuseAttention`."""
     found, closed = Attentions(Counter(), {}), normal(closed)
     body, rule = Body(closed), FuseAttention(split, inputs=inputs).of(closed)
 

@@ -76,11 +76,7 @@ def _from_equation(body: Body, atom: Any, negated: bool) -> Inequalities | None:
 
 def find_band(found: Sequence[Affine], shape: Sequence[int], query: int, key: int) -> tuple[bool, int | None] | None:
     """Returns `causal` and `window` of the kernels' settings, if inequalities hold for a band of keys that these express.
-
-    **Arguments:**
-
-    - `query`, `key`: the dims of the queries' and the keys' positions.
-    """
+    `query` and `key` are the dims of the queries' and the keys' positions."""
     lowers, uppers = list[int](), list[int]()
     for affine in found:
         start, slopes = int(affine[0]), affine[1:]

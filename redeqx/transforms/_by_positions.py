@@ -9,13 +9,8 @@ from ..tracing import Rule
 
 @dataclass(frozen=True)
 class ByPositions(Rule):
-    """A rule that treats values without positions, as of an image, in another way.
-
-    **Arguments:**
-
-    - `inputs`: what the function's inputs are, if the sequence axis splits positions.
-    - `positions`: those of the function, found in its trace; none without `inputs`.
-    """
+    """A rule that treats values without positions, as of an image, in another way. `inputs` says what the function's inputs
+    are, if the sequence axis splits positions; without it, none of its values have `positions`."""
 
     _: KW_ONLY
     inputs: Inputs | None = None

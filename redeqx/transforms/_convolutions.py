@@ -47,12 +47,8 @@ _COUNTS = ("feature_group_count", "batch_group_count")  # the second is the firs
 
 @dataclass(frozen=True)
 class FixConvolutions(ByPositions):
-    """Computes convolutions along split positions, grouped convolutions, and their gradients, correctly on a mesh.
-
-    **Arguments:**
-
-    - `is_differentiated`: whether the function is; else only its values must be right.
-    """
+    """Computes convolutions along split positions, grouped convolutions, and their gradients, correctly on a mesh. Of a
+    function that is not differentiated only the values must be right."""
 
     mesh: Mesh
     is_differentiated: bool = True

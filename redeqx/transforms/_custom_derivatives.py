@@ -34,12 +34,8 @@ from ..tracing import (
 
 @dataclass(frozen=True)
 class InCustomDerivatives(Rule):
-    """Applies rules inside `jax.custom_vjp` and `jax.custom_jvp`, and in their derivatives.
-
-    **Arguments:**
-
-    - `rules`: those without which the numbers are wrong.
-    """
+    """Applies rules, those without which numbers are wrong, inside `jax.custom_vjp` and `jax.custom_jvp`, and in their
+    derivatives."""
 
     rules: tuple[Rule, ...]
     corrects: ClassVar = True

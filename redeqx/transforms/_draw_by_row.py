@@ -54,13 +54,8 @@ def _trace(fn: Callable[..., Any], use: RowUse, args: Sequence[PyTree]) -> tuple
 def of_whole(
     fn: Callable[..., Any], use: RowUse, weights: PyTree, state: PyTree, batch: PyTree, key: Array, rows: Rows
 ) -> Rows:
-    """Returns the rows of a whole batch with the values that its parts need, of which none depends on weights.
-
-    **Arguments:**
-
-    - `fn`, `use`, `weights`, `state`, `key`: as for `by_row`.
-    - `batch`, `rows`: the whole batch, and its rows without these values.
-    """
+    """Returns the rows of a whole batch with the values that its parts need, of which none depends on weights, given the
+    batch and its rows without these values. The others are as for `by_row`."""
     args = (weights, state, batch, key)
     if not use.whole:
         return rows
@@ -173,13 +168,9 @@ def _own_key(key: Array, first: Array) -> Array:
 
 
 class _ByRow(Rule):
-    """Computes the equations that make the entry of a row from its number, or that were computed on the whole batch.
-
-    **Arguments:**
-
-    - `rows`, `use`, `eqns`: the rows, the verdict, and the equations that it is about by their places.
-    - `share`: of the rows of the whole batch over those of the part; None for the whole batch.
-    """
+    """Computes the equations that make the entry of a row from its number, or that were computed on the whole batch: those
+    that the verdict `use` is about, by their places. `share` is that of the rows of the whole batch over those of the part;
+    None for the whole."""
 
     corrects = True
 

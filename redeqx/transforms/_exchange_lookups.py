@@ -28,12 +28,8 @@ from ._gather import Shardings, stored
 
 @dataclass(frozen=True)
 class ExchangeLookups(Rule):
-    """Looks rows of stored tables up, for the tokens of all devices at once. It stands before `GatherAtUse`.
-
-    **Arguments:**
-
-    - `n_weights`: the number of the function's first inputs, which are weights. Dim 0 of the others is rows.
-    """
+    """Looks rows of stored tables up, for the tokens of all devices at once. It stands before `GatherAtUse`. The function's
+    first `n_weights` inputs are weights. Dim 0 of the others is rows."""
 
     mesh: Mesh
     n_weights: int

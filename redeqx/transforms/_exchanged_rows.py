@@ -99,11 +99,7 @@ def chosen_exchanges(body: Body, splits: Sequence[int | None], mesh: Mesh) -> li
 def expert_stacks(trace: Trace, mesh: Mesh, *, splits_residual: bool) -> dict[str, int | None]:
     """Returns the stacks of matrices of a traced loss's grouped matmuls: with the dim that counts experts for those to whose
     devices tokens are sent, where this sends fewer bytes, and None where the parts of a token's outputs are added up.
-
-    **Arguments:**
-
-    - `splits_residual`: whether the model axis splits positions between layers.
-    """
+    `splits_residual`: whether the model axis splits positions between layers."""
     if mesh.shape[MODEL] == 1 or not any(eqn.primitive.name in GROUPED for eqn in equations(trace.closed)):
         return {}
 

@@ -29,13 +29,8 @@ from ._by_positions import ByPositions
 
 @dataclass(frozen=True)
 class SplitFourier(ByPositions):
-    """Computes Fourier transforms by shards of the dims that are not transformed.
-
-    **Arguments:**
-
-    - `splits`: for each of the function's first inputs, the dim that the model axis splits, or None.
-    - `of_model`: of one function: the dims that the model axis splits.
-    """
+    """Computes Fourier transforms by shards of the dims that are not transformed. `splits` is as for `Reshard`; `of_model`
+    has, of one function, the dims that the model axis splits."""
 
     mesh: Mesh
     splits: tuple[int | None, ...]

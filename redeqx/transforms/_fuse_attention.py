@@ -36,10 +36,8 @@ MIN_QUERIES = 16  # with fewer, as when decoding one token at a time, the weight
 class FuseAttention(ByPositions):
     """The rule that computes attention by the kernel of the target platform.
 
-    **Arguments:**
-
-    - `split`: how the plan splits queries `[rows, positions, heads, size]`; kernels need to know it. Those whose positions
-        are not split are split by rows over the sequence axis too, if these divide. So are chunks of positions.
+    Kernels need to know how the plan splits queries `[rows, positions, heads, size]`: `split`. Those whose positions are not
+    split are split by rows over the sequence axis too, if these divide. So are chunks of positions.
     """
 
     split: NamedSharding | None = None

@@ -157,12 +157,8 @@ def _is_only_sliced(place: Place, weight: _Weight) -> bool:
 
 @dataclass(frozen=True)
 class GatherAtUse(Rule):
-    """Gathers weights where they are used.
-
-    **Arguments:**
-
-    - `shardings`: the shardings of each of the function's first inputs. None for an input that the rule ignores.
-    """
+    """Gathers weights where they are used, given the shardings of the function's first inputs. It ignores those without
+    any."""
 
     shardings: Sequence[Shardings | None]
     follows: ClassVar = _Weight

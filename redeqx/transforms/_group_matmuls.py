@@ -36,13 +36,8 @@ from ._sort_by_shard import SortsByShard
 
 @dataclass(frozen=True)
 class GroupMatmuls(Rule):
-    """The rule that computes grouped matmuls by the kernel of the target platform.
-
-    **Arguments:**
-
-    - `splits`: for each of the function's first inputs, the dim that the model axis splits, or None.
-    - `inputs`: what the function's inputs are, if a sequence axis splits positions; else None.
-    """
+    """The rule that computes grouped matmuls by the kernel of the target platform. `splits` is as for `Reshard`; `inputs`
+    says what the function's inputs are, if a sequence axis splits positions."""
 
     mesh: Mesh
     splits: Sequence[int | None]

@@ -30,14 +30,8 @@ _PRIMITIVES = {"gather", "sort", *SCATTERS}
 
 @dataclass(frozen=True)
 class FixLookups(ByPositions):
-    """Computes lookups, scatters and sorts without padding what it must not.
-
-    Without `inputs`, as inside a custom derivative, each dim may be one of the batch.
-
-    **Arguments:**
-
-    - `splits_residual`: whether the model axis splits positions too.
-    """
+    """Computes lookups, scatters and sorts without padding what it must not. Without `inputs`, as inside a custom
+    derivative, each dim may be one of the batch. `splits_residual`: whether the model axis splits positions too."""
 
     mesh: Mesh
     splits_residual: bool = False

@@ -46,13 +46,8 @@ _PRODUCTS = {*PRODUCTS, "pallas_call"}
 
 @dataclass(frozen=True)
 class Measure:
-    """What it takes to measure what the loops of a function could save.
-
-    **Arguments:**
-
-    - `specs`: of the function's weights, as they are used. It is a function of weights, a state, a batch, and others.
-    - `has_host`: whether values may go to the memory of the host.
-    """
+    """What it takes to measure what the loops of a function of weights, a state, a batch, and others could save: `specs` of
+    the weights as they are used, and whether values may go to the memory of the host."""
 
     mesh: Mesh
     chip: Chip
@@ -104,12 +99,8 @@ class RematLoops(Rule):
 
 
 def with_remats(fn: Callable[..., Any], rules: Sequence[Rule], saved: list[Loop] | None) -> Callable[..., Any]:
-    """Wraps `fn` so that it is computed under rules, of which one may be a `RematLoops` with a measure.
-
-    **Arguments:**
-
-    - `saved`: receives what each loop saves.
-    """
+    """Wraps `fn` so that it is computed under rules, of which one may be a `RematLoops` with a measure. `saved` receives
+    what each loop saves."""
     own = next((rule for rule in rules if isinstance(rule, RematLoops)), None)
     if own is None or (measure := own.measure) is None:
         return transformed(fn, rules)

@@ -32,12 +32,8 @@ _Taken = tuple[int, Sequence[int] | None]
 
 @dataclass(frozen=True)
 class Reshard(Rule):
-    """Takes equal parts of split dims by permutes between the shards.
-
-    **Arguments:**
-
-    - `splits`: for each of the function's first inputs, the dim that the model axis splits, or None.
-    """
+    """Takes equal parts of split dims by permutes between the shards. `splits` has, for each of the function's first inputs,
+    the dim that the model axis splits, or None."""
 
     splits: Sequence[int | None]
     mesh: Mesh

@@ -43,12 +43,8 @@ class SortsByShard:
     def of(
         cls, body: Body, n_weights: int, mesh: Mesh, positions: Positions, exchanges: Sequence[Exchange]
     ) -> "SortsByShard":
-        """Finds the sorts of a function whose rows reach grouped matmuls. Its first `n_weights` inputs are weights.
-
-        **Arguments:**
-
-        - `exchanges`: those of its sorts whose rows are exchanged over the model axis, which splits them too.
-        """
+        """Finds the sorts of a function whose rows reach grouped matmuls. Its first `n_weights` inputs are weights. The rows
+        of the sorts in `exchanges` are exchanged over the model axis, which splits them too."""
         n_rows = n_batch_shards(mesh)
         found = [each.sort for each in exchanges]
         sorts = [(eqn, jaxpr) for jaxpr in jaxprs_in(body.closed) for eqn in jaxpr.eqns if eqn.primitive.name == "sort"]

@@ -37,13 +37,8 @@ class _Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class SplitRepeated(Rule):
-    """Splits matmuls that have no rows of the batch over the axes that split the batch and its positions.
-
-    **Arguments:**
-
-    - `n_weights`: the number of the function's first inputs, which are weights. Dim 0 of the others is rows.
-    - `min_flops`: of a product, for the whole batch. Smaller ones cost less than what would be sent.
-    """
+    """Splits matmuls that have no rows of the batch over the axes that split the batch and its positions, from `min_flops`
+    for the whole batch on: smaller ones cost less than what would be sent. `n_weights` is as for `ExchangeLookups`."""
 
     mesh: Mesh
     n_weights: int

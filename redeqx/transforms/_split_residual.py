@@ -91,14 +91,8 @@ class Residual:
 
 @once
 def residual_of(closed: Any, inputs: Inputs, splits: tuple[int | None, ...], mesh: Mesh) -> Residual:
-    """Returns the residual stream of a closed jaxpr in normal form.
-
-    It is empty without an attention over positions, and if no sum over the model axis has positions that divide.
-
-    **Arguments:**
-
-    - `splits`: for each of the function's first inputs, the dim that the model axis splits, or None.
-    """
+    """Returns the residual stream of a closed jaxpr in normal form. It is empty without an attention over positions, and if
+    no sum over the model axis has positions that divide. `splits` is as for `Reshard`."""
     positions = positions_of(closed, inputs)
     if not positions.are_compared:
         return Residual()

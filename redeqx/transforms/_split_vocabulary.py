@@ -34,13 +34,8 @@ HEAD_INPUT = "hidden states that enter a head"
 
 @dataclass(frozen=True)
 class SplitVocabulary(Rule):
-    """Splits the vocabulary of a head over the fsdp axis, where that sends no more bytes, or few more.
-
-    **Arguments:**
-
-    - `n_trained`: the number of trained parameters.
-    - `n_vocab`: for one function, the size of the vocabulary of each equation with a head.
-    """
+    """Splits the vocabulary of a head over the fsdp axis, where that sends no more bytes, or few more. `n_vocab` has, for
+    one function, the size of the vocabulary of each equation with a head."""
 
     mesh: Mesh
     n_trained: int

@@ -44,12 +44,8 @@ _MAX_STARTS = 16  # to try for each run of equal equations
 
 @dataclass(frozen=True)
 class StackBlocks(Rule):
-    """Computes runs of equal blocks, each with its own weights, as scans.
-
-    **Arguments:**
-
-    - `kinds`: for each weight, which are the function's first inputs, its sharding. Only weights of one kind are stacked.
-    """
+    """Computes runs of equal blocks, each with its own weights, as scans. Of the weights, the function's first inputs, only
+    those of one kind, their sharding, are stacked."""
 
     kinds: Sequence[Any]
 

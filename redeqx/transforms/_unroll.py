@@ -22,14 +22,10 @@ _MAX_MEMORY = 1 / 8  # for a loop's residuals, as a fraction of a device's memor
 
 @dataclass(frozen=True)
 class UnrollLoops(Rule):
-    """Unrolls scans whose copies of residuals take long relative to their products, if the scans are small enough.
+    """Unrolls scans whose copies of residuals, split over `n_devices`, take long relative to their products, if they are
+    small enough.
 
     Scans with a remat or a loop in their body are left unchanged, and so are scans inside other scans.
-
-    **Arguments:**
-
-    - `chip`: the figures of a device.
-    - `n_devices`: the number of devices that a loop's residuals are split over.
     """
 
     chip: Chip
