@@ -73,14 +73,8 @@ def load(
 
 @dataclass(frozen=True)
 class Saved:
-    """A saved model, to be read as `like`.
-
-    **Arguments:**
-
-    - `path`: a file, or the folder of a checkpoint in `checkpoints`.
-    - `base`: the frozen leaves that the checkpoint does not hold.
-    - `trained`: the names of the trained leaves.
-    """
+    """A saved model, to be read as `like`, in a file or the folder of a checkpoint in `checkpoints`. `base` has the frozen
+    leaves that the checkpoint does not hold, and `trained` the names of the others."""
 
     path: Location
     like: Any

@@ -126,15 +126,11 @@ class InPlace:
 
 
 class FilePerProcess:
-    """A file for each process, and an index if there are several. The methods are those of `InPlace`.
+    """A file for each process, by `index`, and an index if there are several. The methods are those of `InPlace`. They may
+    write into the same folder (`is_shared`).
 
     With several processes, each copies the arrays of its files to the host before writing: all processes gather an array
     together, but write at their own pace.
-
-    **Arguments:**
-
-    - `index`: of this process.
-    - `is_shared`: whether the processes write into the same folder.
     """
 
     def __init__(self, kind: str, leaves: Mapping[str, Any], float_dtype: Any, index: int, is_shared: bool):

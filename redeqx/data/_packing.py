@@ -148,10 +148,7 @@ class Waiting:
     """
 
     def __init__(self, lengths: Sequence[int]):
-        """**Arguments:**
-
-        - `lengths`: those of the sides of a row.
-        """
+        """Takes the lengths of the sides of a row."""
         self._lengths = tuple(lengths)
         # A token of a short side counts more: all sides of a row are equally large.
         self._weights = tuple(math.prod(lengths) // n for n in lengths)

@@ -284,14 +284,8 @@ class RowDependence:
         own: Sequence[Atom],
         present: Sequence[Sequence[Atom]],
     ) -> Kind | State:
-        """Returns the kind of an output, or `State(MIXED)`.
-
-        **Arguments:**
-
-        - `kinds`: those of the operands that depend on rows.
-        - `touched`: how the equation combines entries of rows.
-        - `own`, `present`: the atoms of rows of the output, and of each operand.
-        """
+        """Returns the kind of an output, or `State(MIXED)`, given those of the operands that depend on rows, how the
+        equation combines entries of rows, and the atoms of rows of the output, and of each operand."""
         name = step.name
         if _has_pairs(own):
             return self._mixed("pairs of rows", step)

@@ -21,13 +21,8 @@ _NONE: Parts = frozenset()
 
 
 class Spread(NamedTuple):
-    """What is known of a value's dims. Values are joined where paths meet, so each is what *may* be.
-
-    **Attributes:**
-
-    - `is_data`: whether it depends on the batch.
-    - `rows`: the dims that begin with rows.
-    """
+    """What is known of a value's dims: whether it depends on the batch, and which dims begin with rows. Values are joined
+    where paths meet, so each is what *may* be."""
 
     is_data: bool = False
     rows: Parts = _NONE

@@ -37,14 +37,8 @@ def unsupported_reason(lhs: Any, rhs: Any, precision: Any, dtype: Any) -> str | 
 
 
 def matmul(x: Any, weights: Any, sizes: Any, *, tile: int, transposed: bool, dtype: Any, interpret: bool = False) -> Any:
-    """Same as `_tiles.matmul`, for the sizes of groups that follow each other from the first row.
-
-    **Arguments:**
-
-    - `sizes`: `[W]`.
-    - `tile`: the number of rows of a tile, see `n_tile_rows`.
-    - `interpret`: whether to interpret the kernel, which works on any platform.
-    """
+    """Same as `_tiles.matmul`, for the sizes `[W]` of groups that follow each other from the first row, and tiles of
+    `n_tile_rows`. `interpret` interprets the kernel, which works on any platform."""
     n_rows, n_inputs = x.shape
     sides = tile, _tile_side(n_inputs), _tile_side(weights.shape[1 if transposed else 2])
     out = _library()[0](pad(x, 0, tile), weights, sizes, dtype, sides, transpose_rhs=transposed, interpret=interpret)

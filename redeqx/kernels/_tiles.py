@@ -78,14 +78,8 @@ def _dot(a: Any, b: Any, contracted: tuple[int, int], precision: Any, dtype: Any
 def matmul(
     x: Any, weights: Any, groups: Groups, *, size: int, transposed: bool, precision: Any, dtype: Any, widened: bool
 ) -> Any:
-    """Multiplies the rows of each group with its matrix. Returns `[R, N]`, with zeros in rows outside all groups.
-
-    **Arguments:**
-
-    - `x`: `[R, K]`.
-    - `weights`: `[W, K, N]`, or `[W, N, K]` if `transposed`.
-    - `size`: the number of rows of a tile.
-    """
+    """Multiplies the rows `[R, K]` of each group with its matrix, of `[W, K, N]`, or `[W, N, K]` if `transposed`, in tiles
+    of `size` rows. Returns `[R, N]`, with zeros in rows outside all groups."""
     tiles = _Tiles(groups, x.shape[0], size)
     contracted = (1, 1) if transposed else (1, 0)
 

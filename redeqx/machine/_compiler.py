@@ -157,14 +157,8 @@ class XlaSettings:
 
 
 def xla_settings(mesh: Mesh, given: XlaOptions | str | None, harmful: Collection[str] = ()) -> XlaSettings:
-    """Returns the settings for steps on a mesh.
-
-    **Arguments:**
-
-    - `given`: `"auto"` for the platform's settings, without options that `XLA_FLAGS` or `LIBTPU_INIT_ARGS` sets; a dict of
-        other settings; or None.
-    - `harmful`: options of the platform's settings that `"auto"` leaves out.
-    """
+    """Returns the settings for steps on a mesh: `given`, a dict or None, or for `"auto"` the platform's, without options
+    that are `harmful` or that `XLA_FLAGS` or `LIBTPU_INIT_ARGS` sets."""
     if given is None:
         return XlaSettings()
     device = next(iter(mesh.local_devices), mesh.devices.flat[0])

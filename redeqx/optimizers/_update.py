@@ -29,15 +29,12 @@ def ascent(grads: PyTree) -> PyTree:
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """An optimizer's update of one model, with the kinds of a plan's loss for its masks.
+    """An optimizer's update of one model, with the kinds of a plan's loss for its masks, from the shapes of the trained
+    leaves and of its state. If it `is_wide`, gradients are cast to at least float32; otherwise to the dtype of their
+    parameters.
 
     A step calls it as one jitted function, whose trace others read. One that calls the loss, as a line search does, becomes
     a part of each step instead.
-
-    **Arguments:**
-
-    - `params`, `state`: the shapes of the trained leaves and of the optimizer's state.
-    - `is_wide`: whether gradients are cast to at least float32; otherwise to the dtype of their parameters.
     """
 
     optimizer: optax.GradientTransformation

@@ -15,13 +15,10 @@ def inputs_of(trace: Trace, n_state: int = 0) -> Inputs:
 
 def describe_positions(trace: Trace, mesh: Mesh, n_state: int = 0, *, may_be_whole: bool = False) -> tuple[str, ...]:
     """Returns a sentence for each way in which a traced loss or prediction combines positions; none without a sequence axis.
+    `n_state` arrays are between the model and the batch.
 
-    **Arguments:**
-
-    - `n_state`: the number of arrays between the model and the batch.
-    - `may_be_whole`: whether each device may compute an attention whose positions do not divide over the axis.
-
-    Raises ValueError unless `may_be_whole` if it attends to such a number of the batch's positions.
+    Raises ValueError if it attends to a number of the batch's positions that does not divide over the axis, unless these
+    `may_be_whole` on each device.
     """
     n = mesh.shape[SEQUENCE]
     if n == 1:

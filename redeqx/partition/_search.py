@@ -30,16 +30,9 @@ def order(
     n_shards: int,
     followers: Mapping[str, tuple[str, Sequence[int | None]]] = MappingProxyType({}),
 ) -> Pass:
-    """Applies the rules in the order of a traced loss, and returns the cheapest pass over it.
-
-    All inputs after the model count as data, except PRNG keys.
-
-    **Arguments:**
-
-    - `n_shards`: size of the model axis.
-    - `followers`: leaves that are split like a weight, by name: the weight's name, and for each dim of the leaf the matching
-        dim of the weight, or None.
-    """
+    """Applies the rules in the order of a traced loss, and returns the cheapest pass over it. All inputs after the model
+    count as data, except PRNG keys. `followers` has the leaves that are split like a weight, by name: the weight's name, and
+    for each dim of the leaf the matching dim of the weight, or None."""
     shapes = {name: tuple(leaf.shape) for name, leaf in zip(trace.names, trace.leaves, strict=True)}
     follows = {name: (weight, dims) for name, (weight, dims) in followers.items() if {name, weight} <= shapes.keys()}
 

@@ -79,14 +79,9 @@ class ExpertParts:
         dims: Mapping[Any, tuple[int | None, int | None]],
         mesh: Mesh,
     ) -> "ExpertParts":
-        """Finds them in a function.
-
-        **Arguments:**
-
-        - `n_weights`: the number of the function's first inputs, which are weights.
-        - `columns`, `rows`: the grouped matmuls that the model axis splits along their outputs, or along what they contract.
-        - `dims`: for products the dims of both operands that the model axis splits.
-        """
+        """Finds them in a function whose first `n_weights` inputs are weights. The model axis splits the grouped matmuls in
+        `columns` along their outputs, those in `rows` along what they contract, and of all products the `dims` of both
+        operands."""
         parts, weights = cls(mesh), body.closed.jaxpr.invars[:n_weights]
         for eqn in columns:
             chain = chain_before(body, eqn.invars[0], weights)

@@ -38,14 +38,10 @@ _CONSTRAINED = _PRODUCTS | {
 
 @dataclass(frozen=True)
 class SplitPositions(Rule):
-    """Splits positions over the sequence axis.
+    """Splits positions over the sequence axis, except of what `residual` splits over the model axis too.
 
-    **Arguments:**
-
-    - `inputs`: what the function's inputs are.
-    - `of_loops`: whether to arrange the operands and results of loops along positions, or to split all other values. A rule
-        that recomputes the body of a loop stands between the two.
-    - `residual`: the rule that splits the positions of some values over the model axis too.
+    One of two is `of_loops`: it arranges the operands and results of loops along positions, and the other splits all other
+    values. A rule that recomputes the body of a loop stands between the two.
     """
 
     mesh: Mesh

@@ -257,15 +257,8 @@ class _Search:
 
 @dataclass(frozen=True)
 class SplitResidual(Rule):
-    """Splits the positions of the residual stream over the model axis.
-
-    **Arguments:**
-
-    - `inputs`: what the function's inputs are.
-    - `splits`: as for `residual_of`.
-    - `of_loops`: whether to arrange the operands and results of loops, or of all other equations. A rule that recomputes the
-        body of a loop stands between the two.
-    """
+    """Splits the positions of the residual stream over the model axis. `splits` is as for `Reshard`. One of two is
+    `of_loops`, as for `SplitPositions`."""
 
     mesh: Mesh
     inputs: Inputs
