@@ -16,11 +16,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from ..machine import XLA_CACHES, compiler_environment, mesh_text, use_cache_folder
+from ..machine import XLA_CACHES, compiler_environment, configured, mesh_text, use_cache_folder
 from ..storage import write_file
 
 MANIFEST = "redeqx.json"
-_MIN_SECONDS = "jax_persistent_cache_min_compile_time_secs"
 _LARGE = 2**20  # the most elements of a constant whose values are compared
 _COMPUTATION = "the text of the train step (the loss, the optimizer, a constant such as the learning rate, or an option)"
 _AGAIN = "Save them again with `redeqx dry-run --save`, or pass another folder to `Compiler(cache=)`."
@@ -62,18 +61,11 @@ class SavedPrograms:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """A context in which compiled programs are kept in the folder, even those of devices that are only described."""
-        options = {_MIN_SECONDS: 0.0, XLA_CACHES: ""}
-        before = {name: getattr(jax.config, name) for name in options}
-        for name, value in options.items():
-            jax.config.update(name, value)
-        try:
-            with use_cache_folder(str(self.folder)), warnings.catch_warnings():
-                # An earlier entry cannot be loaded by a compiler that has no devices: it is compiled again.
-                warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
-                yield
-        finally:
-            for name, value in before.items():
-                jax.config.update(name, value)
+        options = {"jax_persistent_cache_min_compile_time_secs": 0.0, XLA_CACHES: ""}
+        with configured(**options), use_cache_folder(str(self.folder)), warnings.catch_warnings():
+            # An earlier entry cannot be loaded by a compiler that has no devices: it is compiled again.
+            warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
+            yield
 
 
 def program_environment(mesh: Mesh) -> dict[str, str]:

@@ -36,7 +36,7 @@ from ..compiled import (
 from ..data import BatchSize, Group, group_sharding, n_tokens
 from ..dims import RowUse
 from ..errors import check_choice
-from ..machine import Machine, dry, is_in_host, uncached_where_described
+from ..machine import Machine, configured, dry, is_in_host, uncached_where_described
 from ..memory import Loop, SearchSpace, Strategy, Tried, estimated_bytes, matmul_seconds, refused_bytes, sizes_of
 from ..monitor import ProgressLine
 from ..partition import Plan
@@ -359,7 +359,9 @@ def _step(
     try:
         level = optimization or ("O2" if machine.devices[0].platform == "tpu" else "UNKNOWN")
         # Only what is compiled with the options of a run has the key that a run asks for.
-        with save.saving() if save is not None else _uncached(level, machine):
+        options = {"jax_optimization_level": level} if save is None else {}
+        cache = uncached_where_described(machine.devices[0]) if save is None else save.saving()
+        with configured(**options), cache:
             compiled = lowered.compile(compiler_options=_options(machine))
     except jax.errors.JaxRuntimeError as error:
         needs = refused_bytes(error, machine.memory)
@@ -400,15 +402,3 @@ def _options(machine: Machine) -> dict[str, Any] | None:
     # Autotuning would time kernels on a GPU, but there is none. Without autotuning some Triton matmuls do not compile. Those
     # of cuBLAS need the same memory.
     return {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-
-
-@contextmanager
-def _uncached(level: str, machine: Machine) -> Iterator[None]:
-    name = "jax_optimization_level"
-    before = getattr(jax.config, name)
-    jax.config.update(name, level)
-    try:
-        with uncached_where_described(machine.devices[0]):
-            yield
-    finally:
-        jax.config.update(name, before)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
 from .._rounding import at_least_float32
-from ..machine import axes_of
+from ..machine import n_shards
 
 # The dim of the queries in each optional operand that has one; its size may be 1. The key of a dropout is one per row.
 QUERY_DIMS = {"bias": 2, "mask": 2, "query_segments": 1}
@@ -65,9 +65,7 @@ class AttentionSetting:
 
     def n_shards(self, *dims: int) -> int:
         """Returns the number of devices that dims of the queries are split over."""
-        if self.split is None:
-            return 1
-        return math.prod(self.split.mesh.shape[axis] for dim in dims for axis in axes_of(self.split.spec[dim]))
+        return 1 if self.split is None else n_shards([self.split.spec[dim] for dim in dims], self.split.mesh)
 
     @property
     def splits_positions(self) -> bool:

@@ -25,6 +25,7 @@ from ._compiler import (
     cache_text as cache_text,
     cache_use as cache_use,
     compiler_environment as compiler_environment,
+    configured as configured,
     start_cache as start_cache,
     uncached_where_described as uncached_where_described,
     use_cache_folder as use_cache_folder,

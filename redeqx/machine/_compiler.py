@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
@@ -247,16 +247,24 @@ def start_cache(given: bool | str | Path | None, platform: str) -> str | None:
     return f"{folder}, which {unwritten}" if unwritten else str(folder)
 
 
-@contextmanager
-def uncached_where_described(device: Any) -> Iterator[None]:
+def uncached_where_described(device: Any) -> AbstractContextManager[None]:
     """A context that turns the cache off if a device is only described: its compiler cannot load programs from the cache
     (jax 0.10.2: "PjRtCompiler must be constructed with a Client")."""
-    folder = cache_folder()
-    if folder is None or type(device.client).__name__ != "CompileOnlyPyClient":
+    is_described = type(device.client).__name__ == "CompileOnlyPyClient"
+    return use_cache_folder(None) if is_described and cache_folder() is not None else nullcontext()
+
+
+@contextmanager
+def configured(**options: Any) -> Iterator[None]:
+    """A context in which these options of JAX are set."""
+    before = {name: getattr(jax.config, name) for name in options}
+    try:
+        for name, value in options.items():
+            jax.config.update(name, value)
         yield
-        return
-    with use_cache_folder(None):
-        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 @contextmanager

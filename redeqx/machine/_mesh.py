@@ -5,7 +5,7 @@ means a mesh axis. A tensor has *dims*.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -79,7 +79,7 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
 
 def n_batch_shards(mesh: Mesh | AbstractMesh) -> int:
     """Returns the number of parts into which the rows of a batch are split: data x fsdp."""
-    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    return n_shards(BATCH_AXES, mesh)
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
@@ -87,8 +87,8 @@ def axes_of(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def n_shards(spec: P, mesh: Mesh) -> int:
-    """Returns the number of distinct shards of an array with this spec."""
+def n_shards(spec: Iterable[Any], mesh: Mesh | AbstractMesh) -> int:
+    """Returns the number of distinct shards of an array with this spec, or along a dim that these axes split."""
     return math.prod(mesh.shape[axis] for entry in spec for axis in axes_of(entry))
 
 

@@ -4,7 +4,6 @@ Follows the shardings of the inputs forward through a jaxpr, from operands to ou
 XLA's propagation does. It is an estimate: XLA also propagates backward, and may choose otherwise where operands differ.
 """
 
-import math
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
@@ -14,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from .._tree import bytes_in_memory
 from ..dims import Related, is_elementwise
-from ..machine import axes_of
+from ..machine import axes_of, n_shards
 from ..tracing import Env, flow, insides, is_variable
 
 Axes = tuple[tuple[str, ...], ...]  # for each dim of a value, the axes that split it
@@ -51,15 +50,12 @@ class Shards:
         """Returns the bytes of a value on one device."""
         shape, dtype = getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", jnp.float32)
         axes = self._axes.get(atom, ()) or ((),) * len(shape)
-        sizes = [-(-size // self._n(of_dim)) for size, of_dim in zip(shape, axes, strict=False)]
+        sizes = [-(-size // n_shards(of_dim, self.mesh)) for size, of_dim in zip(shape, axes, strict=False)]
         return bytes_in_memory(sizes, dtype)
 
     def n_devices(self, *atoms: Any) -> int:
         """Returns over how many devices the work of an equation is split, given its operands and outputs."""
-        return self._n(tuple(frozenset[str]().union(*map(self.axes, atoms))))
-
-    def _n(self, axes: Sequence[str]) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in axes)
+        return n_shards(frozenset[str]().union(*map(self.axes, atoms)), self.mesh)
 
     def _of_spec(self, spec: P | None, aval: Any) -> Axes:
         """Returns the axes of an input's dims, without those that do not divide them."""
@@ -72,7 +68,7 @@ class Shards:
         used, found = set[str](), []
         for axes, size in zip(dims, shape, strict=True):
             own = tuple(axis for axis in axes if axis not in used and self.mesh.shape[axis] > 1)
-            own = own if self._n(own) <= size else ()
+            own = own if n_shards(own, self.mesh) <= size else ()
             used |= set(own)
             found.append(own)
         return tuple(found)

@@ -20,7 +20,7 @@ from einops import rearrange
 from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array, Float
 
-from ..machine import axes_of
+from ..machine import axes_of, n_shards
 from ..partition import Kind, Plan
 
 Axes = tuple[str, ...]
@@ -105,7 +105,7 @@ def _axes_of(name: str, x: Array, plan: Plan | None) -> tuple[Axes, ...]:
 def _orthogonalize_sharded(leaves: Sequence[Array], views: Sequence[_View], mesh: Mesh, iterate: Iterate) -> list[Array]:
     """Orthogonalizes leaves whose matrices have the same shape and sharding: each device computes some of all matrices."""
     stack, rows, cols = views[0].split
-    n_here = sum(view.sizes[0] for view in views) // math.prod(mesh.shape[axis] for axis in stack)
+    n_here = sum(view.sizes[0] for view in views) // n_shards(stack, mesh)
     used = _choose_axes(n_here, stack, {*rows, *cols}, mesh)
 
     def here(*parts: Array) -> list[Array]:
@@ -128,7 +128,7 @@ def _choose_axes(n: int, stack: Axes, sides: set[str], mesh: Mesh) -> frozenset[
     choices = [frozenset(of) for k in range(len(axes) + 1) for of in combinations(axes, k)]
 
     def cost(used: frozenset[str]) -> tuple[int, int, int]:
-        n_devices = math.prod(mesh.shape[axis] for axis in used)
+        n_devices = n_shards(used, mesh)
         return -(-n // n_devices), n_devices, len(used - sides)
 
     return min(choices, key=cost)
@@ -157,7 +157,7 @@ def _redistribute(
         # own verifier refuses.
         return jax.lax.all_to_all(jax.lax.optimization_barrier(x), axis, cut, joined, tiled=True)
 
-    n_devices = math.prod(mesh.shape[axis] for axis in used)
+    n_devices = n_shards(used, mesh)
     x = jnp.pad(x, [(0, -len(x) % n_devices), (0, 0), (0, 0)])
     for axis in sorted(used - {*rows, *cols}):
         x = split(x, axis, 0)

@@ -277,7 +277,7 @@ def make_plan(
         planned[name] = LeafPlan(shape, leaf.dtype, spec, reason, n_parts, kind=kinds[name], is_stored_split=is_stored)
     planned = expanded(planned, quantised, mesh)
     warnings: list[str] = []
-    if math.prod(mesh.shape[axis] for axis in (MODEL, *STORAGE_AXES)) > 1:
+    if n_shards((MODEL, *STORAGE_AXES), mesh) > 1:
         replicated_leaves = {name: leaf for name, leaf in planned.items() if leaf.n_shards == 1 and name not in chosen}
         warnings = _why_replicated(replicated_leaves, sum(math.prod(leaf.shape) for leaf in planned.values()))
     return Plan(mesh, planned, tuple(warnings), is_traced=trace is not None)
@@ -333,7 +333,7 @@ def _spec(shape: tuple[int, ...], size: int, n_stacked: int, split: Split, mesh:
     if split.dim is not None:
         axes[split.dim] = (MODEL,)
     storage = tuple(axis for axis in STORAGE_AXES if mesh.shape[axis] > 1)
-    reason, n_storage = split.reason, math.prod(mesh.shape[axis] for axis in storage)
+    reason, n_storage = split.reason, n_shards(storage, mesh)
     if n_storage > 1 and size >= MIN_STORED_SIZE:
         dim = _largest_dim(shape, {*range(n_stacked), split.dim}, n_storage)
         if dim is None and split.dim is not None and shape[split.dim] % (mesh.shape[MODEL] * n_storage) == 0:

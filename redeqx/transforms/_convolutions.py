@@ -26,7 +26,6 @@ their edges, which are sent, and with zeros between those that are dilated; resh
 which is a slice if they are replicated.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -36,7 +35,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax.sharding import Mesh
 
-from ..machine import BATCH_AXES, MODEL, SEQUENCE, n_batch_shards
+from ..machine import BATCH_AXES, MODEL, SEQUENCE, n_batch_shards, n_shards
 from ..tracing import Site, plain, run
 from ._by_positions import ByPositions
 from ._constrain import split_over
@@ -75,8 +74,8 @@ class FixConvolutions(ByPositions):
         numbers, (n_groups, count), n_added = eqn.params["dimension_numbers"], _groups(eqn), 0
         if n_groups > 1:
             channels = numbers.lhs_spec[int(count == "feature_group_count")]
-            n_shards = math.prod(self.mesh.shape[axis] for axis in axes[channels])
-            n_added = -n_groups % n_shards if x.shape[channels] % n_shards else 0
+            n = n_shards(axes[channels], self.mesh)
+            n_added = -n_groups % n if x.shape[channels] % n else 0
             x, weight = (
                 _with_groups(x, channels, n_groups, n_added),
                 _with_groups(weight, numbers.rhs_spec[0], n_groups, n_added),

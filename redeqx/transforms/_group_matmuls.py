@@ -25,7 +25,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from ..dims import Inputs, Positions, positions_of
 from ..kernels import GroupedSetting, grouped_gradient_p, grouped_matmul_p, pad
-from ..machine import MODEL
+from ..machine import MODEL, n_shards
 from ..partition import values_by
 from ..tracing import GROUPED, Body, Rule, Site, as_fun, equations, has_tag, plain
 from ._exchange_experts import Exchanges
@@ -203,7 +203,7 @@ class _Division:
         return tuple(batch), tuple(rows)
 
     def _n(self, *axes: str) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in axes)
+        return n_shards(axes, self.mesh)
 
 
 def sizes_of_rows(sizes: Any, first: Any, n: int) -> Any:

@@ -12,7 +12,6 @@ the FLOPs instead of 8.11 on TPU v5e, and 1.06 instead of 8.06 on H100; temporar
 of 1928.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from ..dims import Related, Spread, spread
-from ..machine import BATCH_AXES, SEQUENCE
+from ..machine import BATCH_AXES, SEQUENCE, n_shards
 from ..tracing import Rule, Site, product_flops
 from ._constrain import split_over
 
@@ -65,9 +64,6 @@ class SplitRepeated(Rule):
     def _axes(self) -> tuple[str, ...]:
         return tuple(axis for axis in (*BATCH_AXES, SEQUENCE) if self.mesh.shape[axis] > 1)
 
-    def _size(self, axes: Sequence[str]) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in axes)
-
     def _is_repeated(self, eqn: Any, ins: Sequence[Spread]) -> bool:
         """Whether an equation is a large matmul of data that has no rows."""
         is_product = eqn.primitive.name == "dot_general" and any(value.is_data for value in ins)
@@ -93,6 +89,6 @@ class SplitRepeated(Rule):
                     experts.append((atom.aval.shape[dim], data, out))
         for axes in (self._axes, *((axis,) for axis in self._axes)):
             for size, operands, out in (*free, *experts):
-                if size % self._size(axes) == 0:
+                if size % n_shards(axes, self.mesh) == 0:
                     return _Cut(axes, operands, out)
         return None
