@@ -44,10 +44,8 @@ _registered: dict[int, AtEnd] = {}
 
 
 def end_all(seconds: float) -> None:
-    """Calls all functions, as `atexit` would, for at most that many seconds.
-
-    The newest comes first. The next one waits for it, but only for an equal share of the time, as it may hang.
-    """
+    """Calls all functions, as `atexit` would, for at most that many seconds. The newest comes first. The next one waits for
+    it, but only for an equal share of the time, as it may hang."""
     until = time.monotonic() + seconds
     ends = list(_registered.values())[::-1]
     threads = [threading.Thread(target=end, name="redeqx-end", daemon=True) for end in ends]

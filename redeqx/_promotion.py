@@ -8,10 +8,8 @@ import jax
 
 
 def promoting(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function, called without the script's `jax_numpy_rank_promotion` and `jax_numpy_dtype_promotion`.
-
-    The user's functions are traced under the script's settings first. Steps and kernels are traced later.
-    """
+    """Returns the function, called without the script's `jax_numpy_rank_promotion` and `jax_numpy_dtype_promotion`. The
+    user's functions are traced under the script's settings first. Steps and kernels are traced later."""
 
     @wraps(fn)
     def called(*args: Any, **kwargs: Any) -> Any:

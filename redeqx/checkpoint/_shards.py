@@ -68,10 +68,8 @@ def shape_in_file(leaf: Any) -> tuple[tuple[int, ...], Any]:
 
 
 def own_blocks(leaves: Mapping[str, Any]) -> dict[str, list[Block]]:
-    """Returns the blocks that this process writes, for each array by name. Every process passes the same arrays.
-
-    Process 0 writes the leaves that are not JAX arrays.
-    """
+    """Returns the blocks that this process writes, for each array by name. Every process passes the same arrays. Process 0
+    writes the leaves that are not JAX arrays."""
     me = jax.process_index()
     load: Counter[int] = Counter()  # bytes of each process
     # For contiguous writes, a process continues an array that it has begun until it is this many bytes ahead.
@@ -99,10 +97,7 @@ def own_blocks(leaves: Mapping[str, Any]) -> dict[str, list[Block]]:
 
 def owners(leaves: Mapping[str, Any]) -> dict[str, int]:
     """Returns the process that writes each array completely, by the array's name; a process with a complete copy if there is
-    one.
-
-    Process 0 writes the leaves that are not JAX arrays.
-    """
+    one. Process 0 writes the leaves that are not JAX arrays."""
     load: Counter[int] = Counter()
     found: dict[str, int] = {}
     for name, leaf in sorted(leaves.items(), key=lambda item: -_n_bytes(item[1])):  # the largest first, for balance

@@ -258,9 +258,7 @@ def bytes_moved(module: Module) -> int:
 
 def host_copies(module: Module) -> Counter[Instruction]:
     """Counts the bytes that one device copies to and from host memory in a step, by the operation that copies or begins to.
-
-    Loop bodies count once per iteration.
-    """
+    Loop bodies count once per iteration."""
     return +_total(module, copied_bytes)
 
 

@@ -32,10 +32,8 @@ CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 
 @dataclass(frozen=True)
 class Collective:
-    """One array that a collective moves. A collective that XLA combined from several moves several arrays.
-
-    `shape`, `dtype` and `bytes` are those of the unsharded array (see above).
-    """
+    """One array that a collective moves. A collective that XLA combined from several moves several arrays. `shape`, `dtype`
+    and `bytes` are those of the unsharded array (see above)."""
 
     kind: str  # "all-reduce", "all-gather", ..., without "-start"
     shape: tuple[int, ...]

@@ -77,10 +77,8 @@ def _checked_batch(batch: PyTree, n_rows: int) -> PyTree[np.ndarray]:
 
 
 def check_leading_dims(batch: PyTree[np.ndarray], n_rows: int, collate_one: Callable[[], PyTree]) -> None:
-    """Raises ValueError for a leaf whose leading dim has as many entries as there are rows, but is another dim.
-
-    This is seen by the leaf of one example alone, which is collated only if another dim has as many entries too.
-    """
+    """Raises ValueError for a leaf whose leading dim has as many entries as there are rows, but is another dim. This is seen
+    by the leaf of one example alone, which is collated only if another dim has as many entries too."""
     doubtful = {name: leaf.shape for name, leaf in named_leaves(batch).items() if n_rows > 1 and n_rows in leaf.shape[1:]}
     if not doubtful:
         return

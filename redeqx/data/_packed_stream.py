@@ -95,11 +95,8 @@ def source_of(examples: Any) -> Any:
 
 
 class PackedIterator(Iterator[Any]):
-    """One pass over the rows.
-
-    A row may need an example that was read long before. Its state therefore holds no examples: it is the state of the
-    iterable before the oldest waiting example, and which of the examples since then wait.
-    """
+    """One pass over the rows. A row may need an example that was read long before. Its state therefore holds no examples: it
+    is the state of the iterable before the oldest waiting example, and which of the examples since then wait."""
 
     def __init__(self, examples: Any, row_format: RowFormat, n_waiting: int):
         self._given, self._format, self._n_waiting = examples, row_format, n_waiting

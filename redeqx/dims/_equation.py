@@ -78,9 +78,7 @@ VIEWS = {
 
 def view(eqn: Any) -> list[int | None] | None:
     """Returns, for each dim of a view's output, the dim of the first operand that it equals, or None if it is new or sliced.
-
-    Returns None for an equation that is no view: it computes something, or mixes dims, as most reshapes do.
-    """
+    Returns None for an equation that is no view: it computes something, or mixes dims, as most reshapes do."""
     name = eqn.primitive.name
     if name not in VIEWS:
         return None

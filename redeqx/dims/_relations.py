@@ -50,9 +50,7 @@ _ELEMENTWISE = {
 
 def is_elementwise(eqn: Any) -> bool:
     """Whether each output entry of an equation without inner jaxprs depends only on the operands' entries at its position.
-
-    Entries of a dim of size 1, and scalars, are at all positions, even of a `tile` along such dims.
-    """
+    Entries of a dim of size 1, and scalars, are at all positions, even of a `tile` along such dims."""
     name = eqn.primitive.name
     is_known = name != "tile" and (name in _TABLE or name in LOOPS or name in _NOT_FOLLOWED)
     if is_known or not eqn.outvars or eqn.effects:

@@ -39,10 +39,8 @@ def unknown_host(host: str, error: socket.gaierror) -> ValueError:
 
 
 def interface(host: str) -> str:
-    """Returns the address that process 0 listens on, given the name or address that its launcher has for it.
-
-    This is the same one if it belongs to this host and other hosts can reach it; otherwise `""`, all addresses.
-    """
+    """Returns the address that process 0 listens on, given the name or address that its launcher has for it. This is the
+    same one if it belongs to this host and other hosts can reach it; otherwise `""`, all addresses."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except socket.gaierror:

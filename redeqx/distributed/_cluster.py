@@ -142,10 +142,8 @@ def _start_jax(member: Member, port: int, timeout: float) -> None:
 
 @contextlib.contextmanager
 def _no_proxies() -> Iterator[None]:
-    """Hides the web proxies that clusters set (`http_proxy`): gRPC would use one to reach the coordinator, and hang.
-
-    So JAX 0.10.2 does, and warns (2026-11-25); `tests/distributed/test_workarounds.py` tells when it no longer does.
-    """
+    """Hides the web proxies that clusters set (`http_proxy`): gRPC would use one to reach the coordinator, and hang. So JAX
+    0.10.2 does, and warns (2026-11-25); `tests/distributed/test_workarounds.py` tells when it no longer does."""
     proxies = {name: os.environ.pop(name) for name in list(os.environ) if name.lower().endswith("_proxy")}
     try:
         yield

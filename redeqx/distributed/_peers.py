@@ -172,9 +172,7 @@ class Peers:
 
     def decide(self, what: str, values: dict[str, Any]) -> dict[str, Any]:
         """Returns process 0's values by name in all processes, so that decisions based on them are the same everywhere.
-
-        Process 0 warns if another process has different ones.
-        """
+        Process 0 warns if another process has different ones."""
         if self.n == 1:
             return values
         found = self.gather(f"decide {what}", values)
@@ -185,10 +183,8 @@ class Peers:
         return found[0]
 
     def compare(self, topic: str, what: str, values: Mapping[str, Any], advice: str = _SAME_SCRIPT) -> None:
-        """As `agree`, without waiting: once the coordinator finds a difference, `check` raises it in every process.
-
-        `topic` is the name of this comparison; each process uses it at most once.
-        """
+        """As `agree`, without waiting: once the coordinator finds a difference, `check` raises it in every process. `topic`
+        is the name of this comparison; each process uses it at most once."""
         plain = _plain(values)
         if self.index == 0:
             self._compare(0, topic, what, plain, advice)
@@ -341,10 +337,8 @@ class Peers:
         exit_now(code)
 
     def claim_end(self) -> bool:
-        """Returns whether the caller is the first to end this process: it then prints the reason, and calls `leave`.
-
-        From then on a closed connection is no reason: the others may be leaving for the same one.
-        """
+        """Returns whether the caller is the first to end this process: it then prints the reason, and calls `leave`. From
+        then on a closed connection is no reason: the others may be leaving for the same one."""
         with self._change:
             is_first, self._is_leaving = not self._is_leaving, True
         return is_first

@@ -21,10 +21,8 @@ _thread_mask = threading.local()  # the signal mask of the thread that forks
 
 @contextmanager
 def handled(handlers: Mapping[int, Callable[[], None]]) -> Iterator[None]:
-    """Returns a context in which the main thread calls these handlers. Forked children get the previous handlers.
-
-    In another thread it changes nothing: Python delivers signals to the main thread only.
-    """
+    """Returns a context in which the main thread calls these handlers. Forked children get the previous handlers. In another
+    thread it changes nothing: Python delivers signals to the main thread only."""
     if not _is_in_main_thread():
         yield
         return
@@ -42,9 +40,7 @@ def handled(handlers: Mapping[int, Callable[[], None]]) -> Iterator[None]:
 
 def handle_always(numbers: Sequence[int], act: Callable[[], None]) -> bool:
     """Installs a handler for the rest of the process, for signals that have their default effect; forked children keep that.
-
-    Returns whether this was possible: only the main thread may install handlers.
-    """
+    Returns whether this was possible: only the main thread may install handlers."""
     if not _is_in_main_thread():
         return False
     # None: not installed by Python, such as JAX's, which only records the signal.

@@ -17,10 +17,8 @@ from ._figures import Estimate, Step, sent_per_second
 
 @dataclass(frozen=True)
 class Reached:
-    """The shares of a chip's published FLOP/s that runs have reached: in matmuls with weights, and in causal attention.
-
-    They are fitted to whole steps. Norms, optimizers and all else that takes time are in them too.
-    """
+    """The shares of a chip's published FLOP/s that runs have reached: in matmuls with weights, and in causal attention. They
+    are fitted to whole steps. Norms, optimizers and all else that takes time are in them too."""
 
     matmul: float
     attention: float

@@ -20,10 +20,8 @@ _T = TypeVar("_T")
 
 
 def attempt(what: str, make: Callable[[], _T], default: _T, failed: dict[str, str]) -> _T:
-    """Returns `make()`. If it raises, returns `default` and adds the reason to `failed`.
-
-    An evaluation or another strategy that does not compile must not prevent the verdict.
-    """
+    """Returns `make()`. If it raises, returns `default` and adds the reason to `failed`. An evaluation or another strategy
+    that does not compile must not prevent the verdict."""
     try:
         return make()
     except Exception as error:
@@ -74,10 +72,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A roofline estimate: bounds on the time of a step at the published rates of its devices, in seconds.
-
-    It is no forecast, because a real step reaches none of these rates.
-    """
+    """A roofline estimate: bounds on the time of a step at the published rates of its devices, in seconds. It is no
+    forecast, because a real step reaches none of these rates."""
 
     compute: float  # of matmuls
     memory: float  # of reads and writes

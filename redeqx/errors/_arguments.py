@@ -82,9 +82,7 @@ def check_number(
     value: Any, name: str, expected: str, holds: Callable[[Any], bool], advice: str, *, optional: bool = False
 ) -> None:
     """Raises TypeError if `value` is not a real number, ValueError if `holds(value)` is false, as it must be for NaN.
-
-    `expected` describes the valid numbers, and `advice` is the next step.
-    """
+    `expected` describes the valid numbers, and `advice` is the next step."""
     if optional and value is None:
         return
     is_number = (isinstance(value, Real) or getattr(value, "shape", None) == ()) and not isinstance(value, bool)
@@ -410,10 +408,7 @@ def _why_no_examples(given: Any) -> tuple[str, str] | None:
 
 def check_readable_again(given: Any, n_epochs: int) -> None:
     """Raises ValueError if an object can be read only once, such as a generator, a `map` or an open file, but there are
-    several epochs.
-
-    An iterator written in Python is accepted: its `__iter__` may start again.
-    """
+    several epochs. An iterator written in Python is accepted: its `__iter__` may start again."""
     kind = type(given)
     if n_epochs == 1 or hasattr(given, "__len__") or not hasattr(kind, "__iter__"):
         return

@@ -170,9 +170,7 @@ def _scan_blocks(
     offset: int,
 ) -> tuple[Operands, Operands]:
     """Scans `fn(sums, block) -> sums, outputs` over blocks of at most `block_size` queries, and concatenates the outputs.
-
-    `block["rows"]` holds the positions of the block's queries, the first of which is `offset`. The last block is padded.
-    """
+    `block["rows"]` holds the positions of the block's queries, the first of which is `offset`. The last block is padded."""
     n_blocks = max(1, -(-n_queries // block_size))
     if n_blocks == 1:
         return fn(sums, {**operands, "rows": _positions(offset, n_queries)})

@@ -174,10 +174,8 @@ for _primitive, _transpose, _batcher in (
 
 
 def _register(primitive: Any, fn: Callable[..., Any]) -> None:
-    """Registers the lowering for each platform.
-
-    The compiler cannot partition Megablox: if several devices share arrays, TPUs compute by tiles.
-    """
+    """Registers the lowering for each platform. The compiler cannot partition Megablox: if several devices share arrays,
+    TPUs compute by tiles."""
     on_cpu, on_gpu, on_tpu, tiled_on_tpu = (
         mlir.lower_fun(promoting(partial(fn, backend)), multiple_results=False)
         for backend in (lowering.ON_CPU, lowering.ON_GPU, lowering.ON_TPU, lowering.TILED_ON_TPU)

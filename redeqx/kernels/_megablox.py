@@ -55,10 +55,8 @@ def gradient(x: Any, g: Any, sizes: Any, total: Any = None, *, tile: int, dtype:
 
 
 def n_tile_rows(mean: float) -> int:
-    """Returns the number of rows of a tile, at most a quarter of the mean size of a group.
-
-    A tile with rows of several groups is multiplied with the matrix of each of them.
-    """
+    """Returns the number of rows of a tile, at most a quarter of the mean size of a group. A tile with rows of several
+    groups is multiplied with the matrix of each of them."""
     return next((size for size in (512, 256) if size <= mean / 4), LANES)
 
 

@@ -184,11 +184,8 @@ def _flatten_batch(x: Any, batch: Sequence[int]) -> Any:
 
 
 def _to_kernel(kernel: Any, setting: AttentionSetting, operands: Sequence[Any]) -> list[Callable[[Any], Any]]:
-    """Returns for each operand the function that converts it to the kernel's operand.
-
-    Leading dims are flattened. If there are fewer key heads than devices, keys and values are repeated for kernels that run
-    on each device.
-    """
+    """Returns for each operand the function that converts it to the kernel's operand. Leading dims are flattened. If there
+    are fewer key heads than devices, keys and values are repeated for kernels that run on each device."""
     q, k = operands[:2]
     flatten = partial(_flatten_batch, batch=q.shape[:-3])
     resolved = _resolve(kernel, setting, operands)
@@ -265,11 +262,8 @@ def kernel_of(platform: str, setting: AttentionSetting, operands: Sequence[Any])
 
 
 def _register(primitive: Any, fn: Callable[..., list[Any]]) -> None:
-    """Registers the lowering of the attention or its gradient for each platform.
-
-    The compiler cannot partition splash attention: if several devices share arrays and the split is unknown, TPUs compute in
-    blocks too.
-    """
+    """Registers the lowering of the attention or its gradient for each platform. The compiler cannot partition splash
+    attention: if several devices share arrays and the split is unknown, TPUs compute in blocks too."""
     in_blocks, by_cudnn, by_splash = (
         mlir.lower_fun(promoting(each), multiple_results=True)
         for each in (

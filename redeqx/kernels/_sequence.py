@@ -128,10 +128,8 @@ def _constrain_heads(by_heads: AttentionSetting, out: Any) -> Any:
 
 
 def constrain_positions(setting: AttentionSetting, out: Any) -> Any:
-    """Constrains an attention's output `[..., T, N, H]` to the split of positions, unless it does not divide.
-
-    It is done outside of the primitive: the output is saved for the backward pass as it was computed, split by heads.
-    """
+    """Constrains an attention's output `[..., T, N, H]` to the split of positions, unless it does not divide. It is done
+    outside of the primitive: the output is saved for the backward pass as it was computed, split by heads."""
     if setting.split is None or not setting.splits_positions or out.shape[-3] % setting.n_shards(1):
         return out
     free = P.UNCONSTRAINED
@@ -259,10 +257,8 @@ def backward_by_positions(
 def _padded(
     setting: AttentionSetting, q: Any, k: Any, v: Any, extras: Operands
 ) -> tuple[AttentionSetting, Any, Any, Any, Operands]:
-    """Pads queries that do not divide, to an even number of them on each device, which cuDNN needs; in a ring also keys.
-
-    If the distance of queries and keys matters, in a ring there are as many of both. Padded keys are behind the lengths.
-    """
+    """Pads queries that do not divide, to an even number of them on each device, which cuDNN needs; in a ring also keys. If
+    the distance of queries and keys matters, in a ring there are as many of both. Padded keys are behind the lengths."""
     n, n_queries, n_keys = setting.n_shards(1), q.shape[1], k.shape[1]
     if setting.in_ring and (setting.causal or setting.window is not None):
         n_queries = n_keys = max(n_queries, n_keys)

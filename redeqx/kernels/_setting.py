@@ -81,9 +81,7 @@ class AttentionSetting:
 
     def n_repeats(self, n_heads: int, n_groups: int) -> int:
         """Returns how often to repeat each key and value head, so that they divide over the devices that split query heads.
-
-        It is 1 if the query heads do not divide.
-        """
+        It is 1 if the query heads do not divide."""
         return 1 if n_heads % self.n_shards(2) else math.lcm(n_groups, self.n_shards(2)) // n_groups
 
     @property

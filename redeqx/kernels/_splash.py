@@ -177,10 +177,8 @@ def _segments(q: Any, k: Any, extras: dict[str, Any]) -> Any:
 
 
 def _on_each_device(setting: AttentionSetting, fn: Callable[..., Any], q: Any, k: Any, *others: Any) -> Any:
-    """Calls `fn` on each device, with its own rows and heads. Rows or heads that do not divide are replicated.
-
-    The operands are queries, keys, values, segments and, in the backward pass, outputs, log-sum-exps and gradients.
-    """
+    """Calls `fn` on each device, with its own rows and heads. Rows or heads that do not divide are replicated. The operands
+    are queries, keys, values, segments and, in the backward pass, outputs, log-sum-exps and gradients."""
     if setting.split is None or setting.split.mesh.size == 1:
         return fn(q, k, *others)
     rows, heads = setting.mesh_axes(q, k)

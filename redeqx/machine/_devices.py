@@ -233,10 +233,8 @@ class Dry:
 
 
 def as_zeros(shapes: PyTree) -> PyTree:
-    """Returns a tree of shapes with read-only zeros in their place, which take no memory: a model in a dry run.
-
-    They are NumPy's, as JAX allocates its own. `eqx.is_array` is true for both, so that a script can filter the model.
-    """
+    """Returns a tree of shapes with read-only zeros in their place, which take no memory: a model in a dry run. They are
+    NumPy's, as JAX allocates its own. `eqx.is_array` is true for both, so that a script can filter the model."""
 
     if _dry is not None:
         _dry.zeros.add("models")

@@ -81,8 +81,6 @@ class Console:
         self._terminal.show(Text(printable(title), style="bold"))
 
     def progress(self, **options: Any) -> ProgressLine:
-        """Returns a context manager that shows a loop's progress; call its `update` after each step.
-
-        Options as for `ProgressLine`.
-        """
+        """Returns a context manager that shows a loop's progress; call its `update` after each step. Options as for
+        `ProgressLine`."""
         return ProgressLine(self._terminal, self._peak_memory, self.records.goodput, **options)

@@ -77,10 +77,8 @@ class Delivery:
             self._enqueue(item, mark)
 
     def config(self, values: Mapping[str, Any]) -> None:
-        """Delivers the configuration of a run, by name; before other records, with the first of them.
-
-        A fit that follows may continue an earlier run of the tracker.
-        """
+        """Delivers the configuration of a run, by name; before other records, with the first of them. A fit that follows may
+        continue an earlier run of the tracker."""
         self._enqueue(dict(values), starts=False)
 
     def rewind(self, step: int, rows: Iterable[Row], is_of_another: Callable[[Record], bool], *, begins: bool) -> None:

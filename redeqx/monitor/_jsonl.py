@@ -64,10 +64,8 @@ class JsonLines:
         self._waiting = b""
 
     def rewind(self, step: int, keeps: Callable[[Mapping[str, Any]], bool] = lambda numbers: False) -> None:
-        """Deletes the lines after `step`, except those whose numbers `keeps` wants.
-
-        An incomplete last line is dropped; any other line that cannot be read is dropped with a warning.
-        """
+        """Deletes the lines after `step`, except those whose numbers `keeps` wants. An incomplete last line is dropped; any
+        other line that cannot be read is dropped with a warning."""
         for each in self._alive:
             if each._path == self._path:  # it opens the file that may replace this one
                 each.close()

@@ -244,11 +244,8 @@ def _title(folder: Path | None) -> str | None:
 
 
 def check_loggers(loggers: Any, workdir: Path | None) -> tuple[list[str], list[Tracker]]:
-    """Returns the names of built-in trackers, without duplicates, and the trackers that are objects.
-
-    Every process calls it, so that all of them stop at an error. Raises TypeError, ValueError and ImportError, as `Console`
-    documents.
-    """
+    """Returns the names of built-in trackers, without duplicates, and the trackers that are objects. Every process calls it,
+    so that all of them stop at an error. Raises TypeError, ValueError and ImportError, as `Console` documents."""
     if isinstance(loggers, str) or not isinstance(loggers, Iterable):
         got = repr(loggers) if isinstance(loggers, str) else type(loggers).__name__
         raise TypeError(f"`loggers`: expected a list of trackers, got {got}. Pass `loggers=[logger]`.")

@@ -54,11 +54,8 @@ class Update:
         value_fn: Callable[..., Array],
         grad_fn: Callable[..., PyTree],
     ) -> tuple[PyTree, PyTree]:
-        """Returns the updates and the new state.
-
-        `grads` is the direction of steepest ascent and `value` the loss, both at `params`; `value_fn` and `grad_fn` map
-        other parameters to these.
-        """
+        """Returns the updates and the new state. `grads` is the direction of steepest ascent and `value` the loss, both at
+        `params`; `value_fn` and `grad_fn` map other parameters to these."""
         args = jax.tree.map(lambda grad, like: grad.astype(like.dtype), grads, self._grads), state, params, value
         if self._trace(*args) is None or self._calls:
             return self._run(*args, value_fn, grad_fn)

@@ -285,10 +285,8 @@ def _loop(run: Pass, closed: Any, consts: Sequence[Flow], carry: Sequence[Flow],
 def _iterate(
     run: Pass, closed: Any, consts: Sequence[Flow], carry: Sequence[Flow], slices: Sequence[Flow]
 ) -> tuple[list[Flow], list[Flow]]:
-    """Returns the flows of a loop's outputs, and those of the carry that its body returns.
-
-    The latter are from before that carry is resharded like the one that the body receives.
-    """
+    """Returns the flows of a loop's outputs, and those of the carry that its body returns. The latter are from before that
+    carry is resharded like the one that the body receives."""
     start, carried = run.snapshot(), list(carry)
     while True:
         outs = run.evaluate(closed, [*consts, *carried, *slices])

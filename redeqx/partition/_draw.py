@@ -74,10 +74,8 @@ class Picture:
 
 
 def draw(pictures: Sequence[Picture], sizes: Mapping[str, int], path: Path, *, title: str) -> None:
-    """Draws the arrays, in rows for each layer, and writes the picture.
-
-    `sizes` are those of the mesh axes. Raises ValueError for a path with another suffix than `.svg`.
-    """
+    """Draws the arrays, in rows for each layer, and writes the picture. `sizes` are those of the mesh axes. Raises
+    ValueError for a path with another suffix than `.svg`."""
     if path.suffix.lower() != ".svg":
         raise ValueError(f"`{path}`: expected the suffix .svg, got {path.suffix!r}. Pass `plan.svg`.")
     longest = max(len(line) for picture in pictures for line in picture.lines)

@@ -45,10 +45,8 @@ class View:
 
 @dataclass(frozen=True)
 class Flow:
-    """The tracked state of a value.
-
-    The splits of the parameters that it is a view of determine its split, and then `dim` and `cause` do not count.
-    """
+    """The tracked state of a value. The splits of the parameters that it is a view of determine its split, and then `dim`
+    and `cause` do not count."""
 
     dim: int | None = None  # the dim that the model axis splits; None for a replicated value
     cause: str | None = None  # the leaf that caused the split, or the replication

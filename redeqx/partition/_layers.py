@@ -41,10 +41,8 @@ def within(module: str, leaf: str) -> str:
 
 
 def stacked_dims(model: PyTree) -> dict[str, int]:
-    """Returns the number of stacked dims of each array.
-
-    An array outside known layers has those of the known layers in the nearest enclosing module.
-    """
+    """Returns the number of stacked dims of each array. An array outside known layers has those of the known layers in the
+    nearest enclosing module."""
     known: dict[str, int] = {}
     for path, layer in modules(model, lambda node: isinstance(node, LAYERS)):
         known |= {within(render(path), leaf): max(n_stacked(layer), 0) for leaf in named_leaves(layer)}

@@ -307,10 +307,8 @@ def _why_replicated(leaves: Mapping[str, LeafPlan], total: int) -> list[str]:
 
 
 def _in_storage(shape: tuple[int, ...], size: int, n_stacked: int, split: Split, n_shards: int) -> Split:
-    """Returns the split, in storage alone, of a leaf that no split is known for: along the largest dim that divides.
-
-    That is the dim of most weights' split by the loss, so that few move once it is known.
-    """
+    """Returns the split, in storage alone, of a leaf that no split is known for: along the largest dim that divides. That is
+    the dim of most weights' split by the loss, so that few move once it is known."""
     if size < MIN_STORED_SIZE:
         return split
     dim = _largest_dim(shape, range(n_stacked), n_shards)

@@ -76,9 +76,7 @@ def weak_types(state: PyTree) -> tuple[bool, ...]:
 
 def with_weak_types(fn: Callable[..., Any], weak: Sequence[bool]) -> Callable[..., Any]:
     """Wraps a function of `(model, state, ...)` so that it receives the weak types with which the state was made.
-
-    `eqx.nn.State.set` requires them of a new value, but arrays lose them when they are placed, carried or loaded.
-    """
+    `eqx.nn.State.set` requires them of a new value, but arrays lose them when they are placed, carried or loaded."""
     if not any(weak):
         return fn
 

@@ -20,10 +20,8 @@ from ._precision import cast
 
 @dataclass(frozen=True)
 class Structure:
-    """Takes the arrays of a model as flat lists, and puts a model together from such lists.
-
-    `trained` and `frozen` arrays are lists in the tree's order; everything else stays in `static`.
-    """
+    """Takes the arrays of a model as flat lists, and puts a model together from such lists. `trained` and `frozen` arrays
+    are lists in the tree's order; everything else stays in `static`."""
 
     names: tuple[tuple[str, ...], tuple[str, ...]]  # of the trained and the frozen leaves
     treedefs: tuple[Any, Any]

@@ -169,10 +169,8 @@ _Operands = list[tuple[Any, Any]]  # variables and values
 def _with_more_operands(
     name: str, params: dict[str, Any], operands: _Operands, added: Sequence[_Operands]
 ) -> tuple[dict[str, Any], _Operands]:
-    """Returns the parameters and operands of an equation of primitive `name` with further operands for each inner jaxpr.
-
-    The new operands arrive at the first inputs of their jaxprs, the same in all iterations.
-    """
+    """Returns the parameters and operands of an equation of primitive `name` with further operands for each inner jaxpr. The
+    new operands arrive at the first inputs of their jaxprs, the same in all iterations."""
     (first, *_), n = added, len(added[0])
     if name == "cond":
         return params, [operands[0], *first, *operands[1:]]
@@ -214,10 +212,8 @@ def called(eqn: Any) -> Any | None:
 
 
 def all_inside(eqn: Any) -> list[Any]:
-    """Returns the closed jaxprs inside an equation: a loop's body, all branches of a `cond`, or what it calls.
-
-    Excludes the conditions of while loops, and the bodies of shard_maps, whose shapes are those of one device.
-    """
+    """Returns the closed jaxprs inside an equation: a loop's body, all branches of a `cond`, or what it calls. Excludes the
+    conditions of while loops, and the bodies of shard_maps, whose shapes are those of one device."""
     return [inner.closed for inner in insides(eqn) if inner.role not in ("condition", "manual")]
 
 
@@ -313,10 +309,8 @@ def shapes_in(closed: Any) -> list[jax.ShapeDtypeStruct]:
 
 
 def run(eqn: Any, ins: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation, with its name scope and source line.
-
-    An operand may have another value than its literal, or than another operand that is the same variable.
-    """
+    """Evaluates one equation, with its name scope and source line. An operand may have another value than its literal, or
+    than another operand that is the same variable."""
     invars = [jex.Var(atom.aval) for atom in eqn.invars]
     jaxpr = jex.Jaxpr((), invars, eqn.outvars, [eqn.replace(invars=invars)], eqn.effects, _unnamed(eqn))
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*ins)
@@ -335,11 +329,8 @@ def as_fun(traced: Any) -> Callable[..., list[Any]]:
 
 
 def as_array(value: Any, atom: Any) -> Any:
-    """Returns the value of an atom as an array.
-
-    The value of a literal, as of a layer that returns a constant, may be a Python or numpy scalar. A weak type stays weak,
-    because a loop's carry must keep its initial type.
-    """
+    """Returns the value of an atom as an array. The value of a literal, as of a layer that returns a constant, may be a
+    Python or numpy scalar. A weak type stays weak, because a loop's carry must keep its initial type."""
     if isinstance(value, jax.Array):
         return value
     aval: Any = atom.aval

@@ -72,10 +72,8 @@ def _folders(*packages: str) -> tuple[str, ...]:
 
 
 def shortened(line: str) -> str:
-    """Makes a line's file relative to the import path or the current folder: `redeqx/models/opt.py:318`.
-
-    A line in a cell of a notebook is named by the cell: `In[2]:5`.
-    """
+    """Makes a line's file relative to the import path or the current folder: `redeqx/models/opt.py:318`. A line in a cell of
+    a notebook is named by the cell: `In[2]:5`."""
     file, _, number = line.rpartition(":")
     if (cell := _cell_of(file)) is not None:
         return f"{cell}:{number}"

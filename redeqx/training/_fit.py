@@ -322,9 +322,7 @@ class Fit:
 
     def is_over(self) -> bool:
         """Returns whether the fit ends after this moment, although more remain. All processes call it at the same points.
-
-        Process 0 decides. Unless a callback was called, in which `trainer.stop` may be called, nothing is communicated.
-        """
+        Process 0 decides. Unless a callback was called, in which `trainer.stop` may be called, nothing is communicated."""
         if self.engine.deployer.peers.n == 1:
             self._is_stopping = self.stop_requested
         elif self.callbacks.was_called:

@@ -17,9 +17,7 @@ from ..storage import Location
 @dataclass(frozen=True)
 class Position:
     """A point in training: after `examples` examples of an epoch of one of the trainer's fits, all counted from 0.
-
-    `data_state` is the state that an iterable of examples reports at this point.
-    """
+    `data_state` is the state that an iterable of examples reports at this point."""
 
     fit: int = 0
     epoch: int = 0

@@ -75,10 +75,8 @@ def given_state(program: Program, model: PyTree, stream: np.ndarray, base: Base 
 
 
 def moved(state: TrainState, shapes: TrainState) -> TrainState:
-    """Moves the model and the optimizer state to the shardings of shapes, one array after the other; returns the state.
-
-    As by a step, arrays that are moved are deleted, but for frozen ones, which others may share.
-    """
+    """Moves the model and the optimizer state to the shardings of shapes, one array after the other; returns the state. As
+    by a step, arrays that are moved are deleted, but for frozen ones, which others may share."""
     for arrays, wanted in ((state.trained, shapes.trained), (state.opt_state, shapes.opt_state)):
         for i, shape in enumerate(wanted):
             if (array := arrays[i]).sharding != shape.sharding:

@@ -32,10 +32,8 @@ def whole_view(eqn: Any) -> Sequence[int | None] | None:
 
 
 def inequalities(body: Body, atom: Any, negated: bool = False) -> Inequalities | None:
-    """Returns a boolean array, or its negation, as inequalities; None if it has no such form.
-
-    A floating array counts as True where it is zero; it must be a constant.
-    """
+    """Returns a boolean array, or its negation, as inequalities; None if it has no such form. A floating array counts as
+    True where it is zero; it must be a constant."""
     atom = body.origin(atom)
     found = _from_equation(body, atom, negated)
     return _from_value(body, atom, negated) if found is None else found

@@ -11,7 +11,6 @@ from ..tracing import Tagged
 
 def split_over(x: Any, mesh: Mesh | AbstractMesh, axes: Mapping[int, Any], others: Any = P.UNCONSTRAINED) -> Any:
     """Constrains the dims of a value to be split over mesh axes: those of `axes` by their places, and all others alike.
-
     Without `axes` it is unchanged, and so is a tagged value, such as a weight, which is left to its rule."""
     if isinstance(x, Tagged) or not axes:
         return x

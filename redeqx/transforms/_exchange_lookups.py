@@ -67,9 +67,8 @@ class ExchangeLookups(Rule):
 
 
 def _takes_rows(eqn: Any) -> bool:
-    """Whether a gather takes whole rows of a matrix, and their features are its last dim.
-
-    Equinox's embeddings slice each row, so that there may be a dim of size 1 before the features."""
+    """Whether a gather takes whole rows of a matrix, and their features are its last dim. Equinox's embeddings slice each
+    row, so that there may be a dim of size 1 before the features."""
     numbers, table, out = eqn.params["dimension_numbers"], eqn.invars[0].aval, eqn.outvars[0].aval
     is_matrix = len(table.shape) == 2 and eqn.params["slice_sizes"] == (1, *table.shape[1:])
     n_of_row = 2 - len(numbers.collapsed_slice_dims)

@@ -43,10 +43,8 @@ class Parts(Tag):
 
 @dataclass(frozen=True)
 class Copies(Tag):
-    """The tag of a value with its copies: the value is a pair of the plain one and `[model shards, ...]`.
-
-    Gradients of the copies are added up over the devices where the copies are made, those of all products at once.
-    """
+    """The tag of a value with its copies: the value is a pair of the plain one and `[model shards, ...]`. Gradients of the
+    copies are added up over the devices where the copies are made, those of all products at once."""
 
     def release(self, value: Any) -> Any:
         return value[0]

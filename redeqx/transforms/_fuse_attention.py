@@ -150,9 +150,7 @@ class _Attention:
 
 def drop_known_mask(body: Body, eqn: Any) -> tuple[AttentionSetting, list[int]]:
     """Moves a mask that is known to be causal or a window from the operands of an `attention` equation to its setting.
-
-    Returns the setting and the indices of the remaining operands.
-    """
+    Returns the setting and the indices of the remaining operands."""
     setting, kept = eqn.params["setting"], list(range(len(eqn.invars)))
     if "mask" not in setting.names:
         return setting, kept

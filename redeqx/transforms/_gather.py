@@ -38,11 +38,8 @@ GRADIENT = "gradient made in the forward pass"
 
 @dataclass(frozen=True)
 class Shardings:
-    """The storage and compute shardings of a weight, or of a view of one.
-
-    Both specs have one entry for each dim. The name is added to the name scopes of the weight's uses, where profiles and the
-    dry run read it.
-    """
+    """The storage and compute shardings of a weight, or of a view of one. Both specs have one entry for each dim. The name
+    is added to the name scopes of the weight's uses, where profiles and the dry run read it."""
 
     storage: NamedSharding
     compute: NamedSharding
@@ -55,9 +52,7 @@ class Shardings:
 
     def of_view(self, dims: Sequence[int | None]) -> "Shardings | None":
         """Returns the shardings of the view whose dim `i` is this weight's dim `dims[i]`, or a new dim if that is None.
-
-        Returns None for a view that drops or slices a split dim, since only some of the shards hold the view.
-        """
+        Returns None for a view that drops or slices a split dim, since only some of the shards hold the view."""
         specs = self.storage.spec, self.compute.spec
         if not {dim for spec in specs for dim, axes in enumerate(spec) if axes is not None} <= set(dims):
             return None

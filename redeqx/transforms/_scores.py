@@ -112,9 +112,7 @@ def _trace_views(
 
 def _preserves_values(eqn: Any) -> bool:
     """Whether a view preserves the values and the gradient of its operand, up to rounding to a dtype of at least 16 bits.
-
-    Other views are meant to change values: they round further or to integers, stop gradients, or slice.
-    """
+    Other views are meant to change values: they round further or to integers, stop gradients, or slice."""
     if eqn.primitive.name == "convert_element_type":
         dtypes = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
         return all(jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16 for dtype in dtypes)
@@ -291,10 +289,8 @@ def _trace_sum(body: Body, eqn: Any, labels: tuple[Any, ...], scores: Scores) ->
 
 
 def _bias_to_mask(body: Body, bias: Operand, factor: float) -> Mask | None:
-    """Returns a bias as a mask, if it is 0 at some keys, including the query's own, and very low at all others.
-
-    If all keys of a query were masked, its scores would still count: so only bands that include the diagonal are masks.
-    """
+    """Returns a bias as a mask, if it is 0 at some keys, including the query's own, and very low at all others. If all keys
+    of a query were masked, its scores would still count: so only bands that include the diagonal are masks."""
     source, _ = _trace_views(body, bias, lambda eqn: eqn.primitive.name == "convert_element_type")
     eqn, numbers = body.producer(source.atom), None
     if eqn is not None and eqn.primitive.name == "select_n" and len(eqn.invars) == 3:

@@ -70,10 +70,8 @@ class SplitRepeated(Rule):
         return is_product and not any(value.rows for value in ins) and (product_flops(eqn) or 0) >= self.min_flops
 
     def _cut(self, eqn: Any, ins: Sequence[Spread]) -> _Cut | None:
-        """Returns how to split an equation; None for one that is not repeated, or divides nowhere.
-
-        It is split along a free dim of the data, else along a dim that the operands share, such as experts.
-        """
+        """Returns how to split an equation; None for one that is not repeated, or divides nowhere. It is split along a free
+        dim of the data, else along a dim that the operands share, such as experts."""
         if not self._is_repeated(eqn, ins):
             return None
         related = Related(eqn)

@@ -144,10 +144,8 @@ class _Search:
         return sorted(found, key=lambda blocks: blocks.start)
 
     def _candidates(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yields candidate runs as (start, period, number of blocks).
-
-        Runs that cover the most equations come first, then those with the fewest bytes passed from block to block.
-        """
+        """Yields candidate runs as (start, period, number of blocks). Runs that cover the most equations come first, then
+        those with the fewest bytes passed from block to block."""
         forms = self.forms[begin:end]
         places: dict[int, list[int]] = defaultdict(list)
         for i in self.products:

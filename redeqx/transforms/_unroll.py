@@ -23,10 +23,7 @@ _MAX_MEMORY = 1 / 8  # for a loop's residuals, as a fraction of a device's memor
 @dataclass(frozen=True)
 class UnrollLoops(Rule):
     """Unrolls scans whose copies of residuals, split over `n_devices`, take long relative to their products, if they are
-    small enough.
-
-    Scans with a remat or a loop in their body are left unchanged, and so are scans inside other scans.
-    """
+    small enough. Scans with a remat or a loop in their body are left unchanged, and so are scans inside other scans."""
 
     chip: Chip
     n_devices: int = 1
@@ -51,10 +48,8 @@ class UnrollLoops(Rule):
 
 
 def residual_bytes(eqn: Any) -> int:
-    """Estimates the bytes that one iteration of a scan saves for the backward pass: its carry and the outputs of products.
-
-    A batched product, such as attention's scores, counts at most the bytes of its inputs, which a fused kernel saves.
-    """
+    """Estimates the bytes that one iteration of a scan saves for the backward pass: its carry and the outputs of products. A
+    batched product, such as attention's scores, counts at most the bytes of its inputs, which a fused kernel saves."""
     body, (n_consts, n_carry) = eqn.params["jaxpr"], scan_counts(eqn)
     total = sum(map(n_bytes, body.jaxpr.invars[n_consts : n_consts + n_carry]))
     for inner in equations(body):

@@ -159,10 +159,8 @@ def wide_products(closed: Any, n_weights: int, dtype: Any) -> tuple[int, int]:
 
 
 def _count(closed: Any, uses: WeightUses, names: Collection[str], predicate: Callable[[Any], bool]) -> tuple[int, int]:
-    """Counts the equations of these primitives that use a weight and satisfy the predicate, and all that use a weight.
-
-    The body of a loop counts once for each iteration.
-    """
+    """Counts the equations of these primitives that use a weight and satisfy the predicate, and all that use a weight. The
+    body of a loop counts once for each iteration."""
 
     def count(eqn: Any) -> dict[str, int] | None:
         is_use = eqn.primitive.name in names and uses.side(eqn) is not None
