@@ -80,86 +80,13 @@ def batches(
     - `checks_end`: whether `check` is also called after the last step, with no rows and 0.
     - `depth`: the number of batches that are prepared ahead; with 0 there is no thread.
     """
-    known = use if isinstance(use, RowUse) else UNKNOWN
-    collates_whole = False  # all rows of a step
-
-    def cut_of(i: int, step: Slice) -> tuple[Group, ...]:
-        if i == 0 and step.n_last is not None:  # so that a remainder that cannot be cut is an error now, not after an epoch
-            size.cut(step.n_last, known, mesh)
-        return size.cut(len(step.examples), known, mesh)
-
-    def needed_rows(i: int, step: Slice) -> np.ndarray:
-        n = len(step.examples)
-        rows = np.arange(n) if collates_whole else local_rows(cut_of(i, step), mesh)
-        return rows if rows[-1] < n else np.unique(np.minimum(rows, n - 1))  # those of padding repeat the last one
-
-    def begun(i: int, step: Slice) -> "_Step":
-        rows = needed_rows(i, step)
-        examples = read(step.examples, rows, step.places)
-        return _Step(i, step, rows, [step.places[row] for row in rows], examples, pool.start(examples))
-
-    def collated(given: "_Step") -> tuple["_Step", PyTree]:
-        nonlocal collates_whole
-        batch = None
-        if given.i == 0 and check is not None:
-            batch = given.batch()
-            # The only step of an `update` tells nothing of others.
-            alone = collate_alone(lambda examples: pool.start(examples)(), given.examples) if depth else []
-            collates_whole = check.vary([batch, *alone])
-        if collates_whole and len(given.rows) < len(given.step.examples):  # begun before that was known
-            given, batch = begun(given.i, given.step), None
-        batch = given.batch() if batch is None else batch
-        if check is not None:
-            check(given.i, batch, len(given.step.examples))
-        return given, batch
-
-    def prepared(given: "_Step", batch: PyTree) -> Batch:
-        cut, n_rows, rows = cut_of(given.i, given.step), len(given.step.examples), size.micro_batch_for(known, mesh)
-        # A remainder of full micro-batches runs in the program of a full step, unless the repeated rows would count.
-        is_full = len(cut) == 1 and cut[0].rows == rows and known.kind != "after"
-        tokens = n_tokens(batch)  # of this process's rows; the rows of other processes have the same length
-        groups = place_batch(batch, cut, mesh, given.rows, size.examples // rows if is_full else 0)
-        leaves, treedef = jax.tree.flatten(groups)
-        return Batch(
-            groups,
-            (treedef, *((x.shape, x.dtype) for x in leaves)),
-            n_rows / sum(math.prod(jax.tree.leaves(group)[0].shape[:2]) for group in groups),
-            n_rows,
-            None if tokens is None else tokens * n_rows // len(given.rows),
-            given.step.position,
-            given.step.state,
-            batch,
-            given.places,
-        )
-
-    # A StopIteration in a `collate_fn` would end a pass, but not these generators.
-    def first(find: Callable[[PyTree], RowUse]) -> Iterator[tuple[_Step, PyTree]]:
-        nonlocal known
-        if (each := next(numbered, None)) is None:
-            return
-        given, batch = collated(begun(*each))
-        check_leading_dims(batch, len(given.examples), lambda: pool.start(given.examples[:1])())
-        known = find(with_rows(batch, len(given.step.examples)))
-        if not np.array_equal(needed_rows(*each), given.rows):
-            given = begun(*each)
-            batch = given.batch()
-        yield given, batch
-
-    def every() -> Iterator[Batch]:
-        n = len(head)
-        while head:
-            yield prepared(*head.pop())
-        for given in drawn_ahead((begun(i, step) for i, step in numbered), pool.n):
-            yield prepared(*collated(given))
-            n += 1
-        if check is not None and checks_end:
-            check(n, {}, 0)
-
-    numbered, head = enumerate(steps), []
-    if not isinstance(use, RowUse):
+    if isinstance(use, RowUse):
+        work, head = _Pass(enumerate(steps), pool, size, mesh, check, use, is_update=not depth), []
+    else:
+        work = _Pass(enumerate(steps), pool, size, mesh, check, UNKNOWN, is_update=not depth)
         Prefetch.pause_others()
-        head = list(first(use))
-    return Prefetch(every(), depth)
+        head = list(work.first(use))
+    return Prefetch(work.every(head, checks_end=checks_end), depth)
 
 
 class _Step(NamedTuple):
@@ -175,3 +102,92 @@ class _Step(NamedTuple):
     def batch(self) -> PyTree:
         """Returns the checked batch."""
         return collate(lambda _: self.collated(), self.examples, self.places)
+
+
+@dataclass
+class _Pass:
+    """One pass over numbered steps, and what is known of them by now."""
+
+    steps: Iterator[tuple[int, Slice]]
+    pool: CollatePool
+    size: BatchSize
+    mesh: Mesh
+    check: RowCheck | None
+    use: RowUse
+    is_update: bool  # whose only step tells nothing of others
+    collates_whole: bool = False  # all rows of a step
+
+    # A StopIteration in a `collate_fn` would end a pass, but not the next two, as they are generators.
+    def first(self, find: Callable[[PyTree], RowUse]) -> Iterator[tuple[_Step, PyTree]]:
+        """Yields the first step with its rows, by which it finds what the loss does with rows."""
+        if (each := next(self.steps, None)) is None:
+            return
+        given, batch = self.collated(self.begun(*each))
+        check_leading_dims(batch, len(given.examples), lambda: self.pool.start(given.examples[:1])())
+        self.use = find(with_rows(batch, len(given.step.examples)))
+        if not np.array_equal(self.needed_rows(*each), given.rows):
+            given = self.begun(*each)
+            batch = given.batch()
+        yield given, batch
+
+    def every(self, head: list[tuple[_Step, PyTree]], *, checks_end: bool) -> Iterator[Batch]:
+        """Yields the batches of the first steps and of those after them."""
+        n = len(head)
+        while head:
+            yield self.placed(*head.pop())
+        for given in drawn_ahead((self.begun(i, step) for i, step in self.steps), self.pool.n):
+            yield self.placed(*self.collated(given))
+            n += 1
+        if self.check is not None and checks_end:
+            self.check(n, {}, 0)
+
+    def begun(self, i: int, step: Slice) -> _Step:
+        """Reads the examples of a step that this process needs, and starts to collate them."""
+        rows = self.needed_rows(i, step)
+        examples = read(step.examples, rows, step.places)
+        return _Step(i, step, rows, [step.places[row] for row in rows], examples, self.pool.start(examples))
+
+    def collated(self, given: _Step) -> tuple[_Step, PyTree]:
+        """Returns a step with its rows, compared with those of other processes: all rows if they vary."""
+        batch = None
+        if given.i == 0 and self.check is not None:
+            batch = given.batch()
+            alone = [] if self.is_update else collate_alone(lambda each: self.pool.start(each)(), given.examples)
+            self.collates_whole = self.check.vary([batch, *alone])
+        if self.collates_whole and len(given.rows) < len(given.step.examples):  # begun before that was known
+            given, batch = self.begun(given.i, given.step), None
+        batch = given.batch() if batch is None else batch
+        if self.check is not None:
+            self.check(given.i, batch, len(given.step.examples))
+        return given, batch
+
+    def placed(self, given: _Step, batch: PyTree) -> Batch:
+        """Places the rows of a step on the mesh."""
+        cut, n_rows = self.cut(given.i, given.step), len(given.step.examples)
+        rows = self.size.micro_batch_for(self.use, self.mesh)
+        # A remainder of full micro-batches runs in the program of a full step, unless the repeated rows would count.
+        is_full = len(cut) == 1 and cut[0].rows == rows and self.use.kind != "after"
+        tokens = n_tokens(batch)  # of this process's rows; the rows of other processes have the same length
+        groups = place_batch(batch, cut, self.mesh, given.rows, self.size.examples // rows if is_full else 0)
+        leaves, treedef = jax.tree.flatten(groups)
+        return Batch(
+            groups,
+            (treedef, *((x.shape, x.dtype) for x in leaves)),
+            n_rows / sum(math.prod(jax.tree.leaves(group)[0].shape[:2]) for group in groups),
+            n_rows,
+            None if tokens is None else tokens * n_rows // len(given.rows),
+            given.step.position,
+            given.step.state,
+            batch,
+            given.places,
+        )
+
+    def cut(self, i: int, step: Slice) -> tuple[Group, ...]:
+        if i == 0 and step.n_last is not None:  # so that a remainder that cannot be cut is an error now, not after an epoch
+            self.size.cut(step.n_last, self.use, self.mesh)
+        return self.size.cut(len(step.examples), self.use, self.mesh)
+
+    def needed_rows(self, i: int, step: Slice) -> np.ndarray:
+        n = len(step.examples)
+        rows = np.arange(n) if self.collates_whole else local_rows(self.cut(i, step), self.mesh)
+        return rows if rows[-1] < n else np.unique(np.minimum(rows, n - 1))  # those of padding repeat the last one
