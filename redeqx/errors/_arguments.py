@@ -390,6 +390,8 @@ def _why_no_examples(given: Any) -> tuple[str, str] | None:
             "Pass its `dataset`: redeqx shuffles, batches and calls `collate_fn` itself"
         )
     if (isinstance(given, Mapping) and given and 0 not in given) or kind in ("DataFrame", "Series"):
+        if kind not in ("DataFrame", "Series") and all(map(_is_a_set, given.values())):
+            return f"a {kind} of sets of examples", f"Pass one of them, such as the one at {next(iter(given))!r}"
         return f"a {kind}, whose items have names", (
             'Pass a list with one item per example, such as `df.to_dict("records")`, `series.to_list()` or '
             "`[dict(zip(columns, row)) for row in zip(*columns.values())]`"
@@ -404,6 +406,15 @@ def _why_no_examples(given: Any) -> tuple[str, str] | None:
     return f"a {kind} of {len(given)} arrays of shapes {shapes}, each with one row per example", (
         "Pass `list(zip(*arrays))`, or `list(arrays)` if each is one example"
     )
+
+
+def _is_a_set(value: Any) -> bool:
+    """Whether an entry of a dict is examples by itself, such as a split of `datasets`, and not a column."""
+    if isinstance(value, list | tuple):
+        return bool(value) and isinstance(value[0], Mapping | tuple)
+    if isinstance(value, str | bytes | Mapping) or hasattr(value, "dtype"):
+        return False
+    return hasattr(value, "__iter__") or hasattr(value, "__getitem__")
 
 
 def check_readable_again(given: Any, n_epochs: int) -> None:

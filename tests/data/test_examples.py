@@ -585,6 +585,18 @@ def test_columns_by_name_are_no_examples():
         check_examples({"x": [1, 2]})
 
 
+@pytest.mark.parametrize(
+    "sets", [{"train": Columns(4), "test": Columns(2)}, {"train": [{"x": 1}], "test": [{"x": 2}]}], ids=["splits", "lists"]
+)
+def test_sets_by_name_are_no_examples(sets):
+    with pytest.raises(TypeError) as raised:
+        check_examples(sets)
+    assert str(raised.value) == (
+        "`train_examples`: expected one item per example, got a dict of sets of examples. "
+        "Pass one of them, such as the one at 'train'."
+    )
+
+
 @pytest.mark.parametrize("examples", ["text", b"bytes", 7, None])
 def test_invalid_examples_raise(examples):
     with pytest.raises(TypeError) as raised:
