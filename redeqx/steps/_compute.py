@@ -78,7 +78,7 @@ class Compute:
     @classmethod
     def of(cls, value: Any) -> "Compute":
         """Returns the object for a `compute` argument: a `Compute`, or a precision."""
-        return value if isinstance(value, Compute) else cls(value)
+        return value if isinstance(value, Compute) else cls(Precision.of(value, "compute", " or `redeqx.Compute`"))
 
     @property
     def dtype(self) -> Any:

@@ -88,17 +88,20 @@ class Precision:
         check_choice(self.rounding, "Precision.rounding", ("master", "stochastic"))
 
     @classmethod
-    def of(cls, value: Any) -> "Precision":
-        """Returns the precision of this name; a `Precision` itself; for None, that of the model's own dtypes."""
+    def of(cls, value: Any, argument: str = "precision", others: str = "") -> "Precision":
+        """Returns the precision of this name or dtype; a `Precision` itself; for None, that of the model's own dtypes.
+
+        An error names the argument, and what `others` it takes.
+        """
         if value is None:
             return AS_GIVEN
-        if isinstance(value, str) and value in _NAMED:
-            return _NAMED[value]
-        if not isinstance(value, Precision):
-            raise ValueError(
-                f"`precision`: expected {alternatives([*_NAMED])} or a `redeqx.Precision`, got {value!r}. Pass one of them."
-            )
-        return value
+        if isinstance(value, Precision):
+            return value
+        name = _name(value)
+        if isinstance(name, str) and name in _NAMED:
+            return _NAMED[name]
+        expected = f"{alternatives([*_NAMED])} or a `redeqx.Precision`{others}"
+        raise ValueError(f"`{argument}`: expected {expected}, got {value!r}. Pass one of them.")
 
     @property
     def in_fp8(self) -> bool:

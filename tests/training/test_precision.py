@@ -82,8 +82,12 @@ def message(error, fn, *args, **kwargs):
 
 
 def test_invalid_precisions_raise():
+    named = "'float32', 'bfloat16' or 'fp8' or a `redeqx.Precision`"
     assert message(ValueError, make_trainer, compute="bf16") == (
-        "`precision`: expected 'float32', 'bfloat16' or 'fp8' or a `redeqx.Precision`, got 'bf16'. Pass one of them."
+        f"`compute`: expected {named} or `redeqx.Compute`, got 'bf16'. Pass one of them."
+    )
+    assert message(ValueError, redeqx.Compute, precision="bf16") == (
+        f"`precision`: expected {named}, got 'bf16'. Pass one of them."
     )
     assert message(ValueError, redeqx.Precision, parameters="float16") == (
         "`Precision.parameters`: expected 'float32', 'bfloat16' or None, got 'float16'. Pass one of them."
@@ -91,7 +95,12 @@ def test_invalid_precisions_raise():
     assert message(ValueError, redeqx.Precision, rounding="nearest") == (
         "`Precision.rounding`: expected 'master' or 'stochastic', got 'nearest'. Pass one of the two."
     )
-    make_trainer(compute="bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, np.dtype("bfloat16"), jnp.zeros((), "bfloat16").dtype])
+def test_a_precision_may_be_a_dtype(dtype):
+    make_trainer(compute=dtype)
+    assert redeqx.Compute(dtype) == redeqx.Compute("bfloat16")
 
 
 def test_fp8_on_a_chip_without_it_raises():
