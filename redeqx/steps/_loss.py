@@ -41,7 +41,7 @@ class Loss(eqx.Module):
     metrics: Mapping[str, Any] = eqx.field(default_factory=dict, converter=_by_name)
 
 
-_OF_LOSS = "Return a scalar or `redeqx.Loss(total, weight)`; with `model_state`, `(loss, state)`."
+_OF_LOSS = "Return a scalar or `redeqx.Loss(total, weight, metrics)`; with `model_state`, `(loss, state)`."
 _OF_METRIC = "A metric is a scalar, a sum that is divided by `Loss.weight`, or a pair `(total, weight)`."
 # Names of metrics that the library records.
 _RESERVED = {"step", "epoch", "loss", "grad_norm", "learning_rate"}

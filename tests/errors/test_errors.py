@@ -222,13 +222,13 @@ def test_user_error_propagates_unchanged_and_leaves_no_thread(how):
             lambda model, batch, key: {"loss": mse(model, batch, key)},
             TypeError,
             "`loss_fn`: expected the loss to be a scalar, got dict. "
-            "Return a scalar or `redeqx.Loss(total, weight)`; with `model_state`, `(loss, state)`.",
+            "Return a scalar or `redeqx.Loss(total, weight, metrics)`; with `model_state`, `(loss, state)`.",
         ),
         (
             lambda model, batch, key: (mse(model, batch, key), {}),
             TypeError,
             "`loss_fn`: expected the loss to be a scalar, got tuple. "
-            "Return a scalar or `redeqx.Loss(total, weight)`; with `model_state`, `(loss, state)`.",
+            "Return a scalar or `redeqx.Loss(total, weight, metrics)`; with `model_state`, `(loss, state)`.",
         ),
         (
             lambda model, batch, key: redeqx.Loss(mse(model, batch, key), 1.0, {"each": batch["x"][:, 0]}),

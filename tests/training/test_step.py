@@ -113,7 +113,7 @@ def test_loss_holds_a_sum_and_its_weight():
     assert to_floats(as_sums(loss, 6)) == (3.0, 4.0, {"hits": (2.0, 4.0), "of_its_own": (1.0, 5.0)})
 
 
-SCALAR = "Return a scalar or `redeqx.Loss(total, weight)`; with `model_state`, `(loss, state)`."
+SCALAR = "Return a scalar or `redeqx.Loss(total, weight, metrics)`; with `model_state`, `(loss, state)`."
 MEAN = "Return its mean, or `redeqx.Loss(total=its sum, weight=its size)`."
 
 
