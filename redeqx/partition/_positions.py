@@ -6,6 +6,9 @@ from ..dims import ATTENTION, CHUNKS, RECURRENCE, Along, Inputs, positions_of
 from ..machine import SEQUENCE
 from ..tracing import Trace, shortened
 
+# Operations that need all positions, by the names of their primitives.
+_OF_ALL = ("cumsum", "sort", "fft", "reduce_window_sum", "reduce_window_max", "reduce_window_min")
+
 
 def inputs_of(trace: Trace, n_state: int = 0) -> Inputs:
     """Returns what the inputs of a traced loss or prediction are: the leaves, `n_state` arrays, the batch and a key."""
@@ -42,7 +45,7 @@ def describe_positions(trace: Trace, mesh: Mesh, n_state: int = 0, *, may_be_who
 def _sentence(each: Along, n: int) -> str:
     size, by_chunks = (each.size, "") if each.chunked is None else (each.in_batch, " by chunks")
     place = f"{size} in {each.what}{'' if each.what == CHUNKS else by_chunks}"
-    is_loop = each.what in (RECURRENCE, CHUNKS)
+    is_loop = each.what in (RECURRENCE, CHUNKS) or (each.what in _OF_ALL and each.chunked is None)
     divides = any(part % n == 0 for part in ([size] if each.chunked is None else each.chunked))
     if each.what == CHUNKS and divides:
         how = "each device computes a part of the rows if these divide, and else of each chunk"
@@ -50,7 +53,8 @@ def _sentence(each: Along, n: int) -> str:
         why = "" if is_loop or not each.chunked else f"{n} devices do not divide the {each.chunked[0]} chunks, so "
         how = f"{why}each device computes all of them, for its part of the rows if these divide"
     elif divides:
-        how = f"split over {n} devices"
+        edges = "" if each.what == ATTENTION or each.chunked is not None else ", which send each other the edges"
+        how = f"split over {n} devices{edges}"
     elif each.in_batch % n or each.has_windows or (each.is_given and each.what == ATTENTION):
         how = f"{n} devices do not divide them, so each computes all of them, for its part of the rows if these divide"
     else:

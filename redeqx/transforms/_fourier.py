@@ -8,10 +8,11 @@ On CPUs, a transform also ends with an internal error there, if its operand or r
 dims have. XLA chooses such a layout next to convolutions and to collectives along another dim. So this rule sets the layout.
 
 Source: measured with jax 0.10.2 (the test `test_xla_still_...`), not seen with 0.12. Cost: in tracing, one search for
-positions and one pass of the dataflow, for functions with transforms. A transformed dim is gathered, as without the rule.
+positions and one pass of the dataflow, for functions with transforms. A transformed dim is gathered, as without the rule,
+but positions are exchanged for rows if these divide.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -21,7 +22,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec as P
 
 from ..kernels import on_each_device
-from ..machine import BATCH_AXES, MODEL, SEQUENCE, n_batch_shards
+from ..machine import BATCH_AXES, MODEL, SEQUENCE, axes_of, n_batch_shards
 from ..partition import values_by
 from ..tracing import Site, equations, plain, run
 from ._by_positions import ByPositions
@@ -47,6 +48,7 @@ class SplitFourier(ByPositions):
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         spec, (var,), is_cpu = self._spec(eqn), eqn.invars, self.mesh.devices.flat[0].platform == "cpu"
+        of_in, of_out = (self._as_given(each, spec) for each in (var, *eqn.outvars))
         n_free = var.aval.ndim - len(eqn.params["fft_lengths"])
 
         def transform(x: jax.Array) -> jax.Array:
@@ -58,7 +60,10 @@ class SplitFourier(ByPositions):
             own = jax.ShapeDtypeStruct((*gradient.shape[:n_free], *var.aval.shape[n_free:]), var.aval.dtype)
             return jax.linear_transpose(transform, own)(gradient)[0]
 
-        forward, back = (on_each_device(self.mesh, fn, spec, spec) for fn in (transform, transpose))
+        def on_devices(fn: Callable[[jax.Array], jax.Array], before: P, after: P) -> Callable[[jax.Array], jax.Array]:
+            return on_each_device(self.mesh, lambda x: _exchange(fn(_exchange(x, before, spec)), spec, after), before, after)
+
+        forward, back = on_devices(transform, of_in, of_out), on_devices(transpose, of_out, of_in)
 
         @jax.custom_jvp
         def fn(x: jax.Array) -> jax.Array:
@@ -79,7 +84,7 @@ class SplitFourier(ByPositions):
         axes: dict[int, Any] = {dim: SEQUENCE for dim in positions[:1] if dim in free and shape[dim] % n[SEQUENCE] == 0}
         n_rows = n_batch_shards(self.mesh)
         over, rows = BATCH_AXES, self.positions.rows_in(out, n_rows)
-        if not positions and self.positions.rows_in(out, n_rows * n[SEQUENCE]) is not None:  # XLA gathers positions for that
+        if n[SEQUENCE] > 1 and not axes and self.positions.rows_in(out, n_rows * n[SEQUENCE]) is not None:
             over = (*BATCH_AXES, SEQUENCE)
         if rows is not None and rows in free and rows not in axes:
             axes[rows] = over
@@ -87,6 +92,25 @@ class SplitFourier(ByPositions):
         if dim is not None and dim in free and dim not in axes and shape[dim] % n[MODEL] == 0:
             axes[dim] = MODEL
         return P(*(axes.get(dim) for dim in range(len(shape))))
+
+    def _as_given(self, var: Any, spec: P) -> P:
+        """Returns the axes that split an operand or a result outside: of transformed positions, and not of so many rows. XLA
+        would gather the positions for these."""
+        n, shape = self.mesh.shape[SEQUENCE], var.aval.shape
+        rows = [i for i, of in enumerate(spec) if SEQUENCE in axes_of(of)]
+        positions = [i for i in self.positions.dims.get(var, ())[:1] if spec[i] is None and shape[i] % n == 0]
+        if n == 1 or not rows or not positions:
+            return spec
+        axes = {positions[0]: SEQUENCE, rows[0]: tuple(axis for axis in axes_of(spec[rows[0]]) if axis != SEQUENCE)}
+        return P(*(axes.get(i, of) for i, of in enumerate(spec)))
+
+
+def _exchange(x: jax.Array, old: P, new: P) -> jax.Array:
+    """Exchanges the parts of the dim that the sequence axis splits for parts of another one, inside of `jax.shard_map`."""
+    if old == new:
+        return x
+    joined, split = (next(i for i, of in enumerate(spec) if SEQUENCE in axes_of(of)) for spec in (old, new))
+    return jax.lax.all_to_all(x, SEQUENCE, split_axis=split, concat_axis=joined, tiled=True)
 
 
 def _row_major(x: jax.Array) -> jax.Array:

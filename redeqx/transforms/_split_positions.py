@@ -9,11 +9,12 @@ Where a reshape makes chunks of positions, each device computes some of the chun
 chunks of a part of the rows, if these divide.
 
 A loop over positions, such as a recurrence, cannot be split along them: each device computes all positions of a part of the
-rows, if the rows divide. Else it computes all rows, or of a loop over chunks of positions a part of each chunk. Products of
-values without positions, as of an image, or of a batch whose positions do not divide, are split by rows likewise, and those
-with the buffers of experts by the places in these, if the rows do not divide.
+rows, if the rows divide. Else it computes all rows, or of a loop over chunks of positions a part of each chunk. Running sums
+and sorts, for which XLA would gather all positions of all rows, are computed by rows likewise. So are products of values
+without positions, as of an image, or of a batch whose positions do not divide, and those with the buffers of experts by the
+places in these, if the rows do not divide.
 
-Cost: attention sends keys and values once a pass; slices, edges and recurrences send their operands.
+Cost: attention sends keys and values once a pass; slices, edges, recurrences and sorts send their operands.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -28,6 +29,8 @@ from ..tracing import Rule, Site, scan_counts, variables
 from ._constrain import split_over
 from ._split_residual import SplitResidual
 
+# Of these, each device computes all positions of a part of the rows.
+_OF_ALL = {"cumsum": "axis", "sort": "dimension"}
 # Between these, XLA finds the split of values by itself.
 _PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated", "attention"}
 _CONSTRAINED = _PRODUCTS | {
@@ -60,11 +63,15 @@ class SplitPositions(Rule):
         return replace(self, positions=positions, left=left) if positions.dims or positions.rows else None
 
     def claims(self, eqn: Any) -> bool:
-        return eqn in self.positions.loops if self.of_loops else any(self._splits(eqn))
+        return eqn in self.positions.loops if self.of_loops else bool(self._of_all(eqn)) or any(self._splits(eqn))
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         if self.of_loops:
             return self._arranged(eqn, ins, site)
+        if axes := self._of_all(eqn):
+            outs = site.rest(eqn, [split_over(x, self.mesh, axes) for x in ins])
+            by_rows = [split_over(out, self.mesh, axes) for out in outs]
+            return [split_over(out, self.mesh, self._entries(var)) for out, var in zip(by_rows, eqn.outvars, strict=True)]
         return [
             out if var in self.left else split_over(out, self.mesh, entries)
             for out, var, entries in zip(site.rest(eqn, ins), eqn.outvars, self._splits(eqn), strict=True)
@@ -82,6 +89,17 @@ class SplitPositions(Rule):
             return [self._by_rows(var) or self._by_places(eqn) if is_product else {} for var in eqn.outvars]
         is_new = [n_before < 2 or len(self.positions.dims.get(var, ())) < 2 for var in eqn.outvars]
         return [self._entries(var) if new else {} for var, new in zip(eqn.outvars, is_new, strict=True)]
+
+    def _of_all(self, eqn: Any) -> Mapping[int, Any]:
+        """Returns the mesh axes of the operand of an operation that needs all positions, if its rows divide.
+
+        A sort of several operands may be one of tokens by their experts, which another rule computes.
+        """
+        if eqn.primitive.name not in _OF_ALL or len(eqn.invars) > 1:
+            return {}
+        (var,), dim = eqn.invars, eqn.params[_OF_ALL[eqn.primitive.name]]
+        rows = self._by_rows(var) if self.positions.dims.get(var, ())[:1] == (dim,) else {}
+        return {dim: None, **rows} if rows else {}
 
     def _entries(self, var: Any) -> Mapping[int, Any]:
         """Returns the mesh axes of the dims of a variable to split: of chunks and the places within them, or of scores, the

@@ -2,6 +2,7 @@
 `n_model_shards`. Neither changes a number."""
 
 import re
+from collections.abc import Callable
 from functools import cache
 
 import equinox as eqx
@@ -13,6 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import redeqx
+from redeqx.compiled import Module, collectives
 from redeqx.models.bart import Bart, BartConfig
 from redeqx.models.decoder import Factors
 from redeqx.models.falcon_h1 import FalconH1
@@ -152,6 +154,20 @@ class StateSpace(eqx.Module):
         return jax.lax.associative_scan(combine, (gate, (1 - gate) * x))[1]
 
 
+class OverAll(eqx.Module):
+    """An operation that needs all positions, after a layer."""
+
+    layer: eqx.nn.Linear
+    fn: Callable = eqx.field(static=True)
+
+    def __call__(self, x):
+        return self.fn(jax.vmap(self.layer)(x))
+
+
+def over_all(fn):
+    return lambda: Embedded(OverAll(eqx.nn.Linear(D, D, key=KEY), fn))
+
+
 class LinearAttention(eqx.Module):
     """As in Mamba-2 and GLA: products within chunks of tokens, and a state that a loop carries from chunk to chunk."""
 
@@ -260,6 +276,9 @@ CASES = {
         next_token,
         TEXTS,
     ),
+    "running_sum": (over_all(lambda x: jnp.cumsum(x, 0) / SEQ), next_token, TEXTS),
+    "sort": (over_all(lambda x: jnp.sort(x, 0)), next_token, TEXTS),
+    "fourier": (over_all(lambda x: jnp.fft.fft(x, axis=0).real / 8), next_token, TEXTS),
     "linear_attention": (linear_attention, next_token, SHORT),
     "lfm2": (lambda: llama(Lfm2, mixer_layers=(0,)), next_token, TEXTS),
     "qwen3_5": (lambda: hybrid(Qwen3_5), next_token, LONG),
@@ -429,6 +448,17 @@ def test_what_is_not_split_by_positions_is_computed_once(name):
     assert name != "vit" or "all-to-all" not in programs[1].as_text()
 
 
+@pytest.mark.parametrize("name", ["running_sum", *(pytest.param(x, marks=pytest.mark.sweep) for x in ("sort", "fourier"))])
+def test_what_needs_all_positions_is_exchanged_for_rows(name):
+    """Otherwise each device would have all positions of all rows of its sequence shards."""
+    trainer = make_trainer(name, 4)
+    sent = collectives(Module.of(trainer.compile(TEXTS, batch_size=ROWS).as_text()))
+    assert {each.kind for each in sent if len(each.shape) > 2} == {"all-to-all"}  # others are of weights
+    check_update(trainer, name)
+    expected = r"64 in (cumsum|sort|fft) at \S*: each device computes all of them, for its part of the rows if these divide"
+    assert re.fullmatch(expected, "; ".join(trainer.plan.positions))
+
+
 @pytest.mark.parametrize(
     ("name", "n_sequence", "n_model", "n_first", "expected"),
     [
@@ -564,7 +594,11 @@ def positions_of(name, n_sequence):
             8,
             r"64 in a recurrence at \S*test_sequence.py:\d+: each device computes all of them, for its part of the rows",
         ),
-        ("state_space", 2, r"64 in conv_general_dilated at \S*test_sequence.py:\d+: split over 2 devices"),
+        (
+            "state_space",
+            2,
+            r"64 in conv_general_dilated at \S*test_sequence.py:\d+: split over 2 devices, which send each other the edges",
+        ),
         (
             "linear_attention",
             2,
