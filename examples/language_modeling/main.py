@@ -12,6 +12,8 @@ compressors, which have not seen that text, reach 2.028 (zlib) and 1.681 (lzma).
 A published decoder (GPT-2, LLaMA, Mistral, Qwen, Gemma, ...) is trained on more text with
 
     python -m examples.language_modeling --data FOLDER --pretrained MODEL --optimizer adamw --learning-rate 1e-5
+
+With `--pack`, several short files share a row, and none attends to another.
 """
 
 import json
@@ -29,7 +31,16 @@ import optax
 import redeqx
 from examples._cli import Flags
 from examples._records import checkpoint, curve, draw_curves
-from examples.language_modeling.texts import Vocabulary, cut, load_vocabulary, prompt_of, read_texts
+from examples.language_modeling.texts import (
+    Vocabulary,
+    cut,
+    first_bytes,
+    load_vocabulary,
+    pack_apart,
+    prompt_of,
+    read_files,
+    read_texts,
+)
 from redeqx.models import Decoder, cross_entropy, from_pretrained, generate, save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.optimizers import decay_mask, muon
@@ -47,6 +58,7 @@ class Args(Flags):
     d_model: int = 128
     n_heads: int = 2
     seq_len: int = 128  # Tokens of one example.
+    pack: bool = False  # Files are packed into rows, in which none attends to another; by default they are one long text.
     dropout: float = 0.0  # Rate of all three dropouts. A single pass over the text does better without.
     n_epochs: int = 1
     batch_size: int = 8  # Examples of one update, on all devices together.
@@ -83,10 +95,12 @@ def collate_fn(examples: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 def loss_fn(model: Any, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
     """Returns the loss in nats, summed over tokens. A label of -100 has no weight.
 
-    The logits of 256 tokens per row are computed at a time, since published models have large vocabularies.
+    The segments of packed rows keep their texts apart. The logits of 256 tokens per row are computed at a time, since
+    published models have large vocabularies.
     """
     keys = jax.random.split(key, len(batch["tokens"]))
-    hidden = jax.vmap(lambda tokens, key: model.hidden(tokens, key=key))(batch["tokens"], keys)
+    run = lambda row, key: model.hidden(row["tokens"], segments=row.get("segments"), key=key)  # noqa: E731
+    hidden = jax.vmap(run)(batch, keys)
     return cross_entropy(hidden, batch["labels"], head=model.logits, chunk_size=256)
 
 
@@ -106,8 +120,10 @@ def main(args: Args) -> dict[str, float]:
 
     model, config, vocabulary = make_model(args, deployer)
     limits = (args.train_bytes, args.held_out_bytes)
-    texts = [text.encode()[:n].decode(errors="ignore") for text, n in zip(read_texts(args.data), limits, strict=True)]
-    train, held_out = (cut(vocabulary.encode(text), args.seq_len) for text in texts)
+    parts = read_files(args.data) if args.pack else [[text] for text in read_texts(args.data)]
+    parts = [first_bytes(texts, n) for texts, n in zip(parts, limits, strict=True)]
+    ids = [[vocabulary.encode(text) for text in texts] for texts in parts]
+    train, held_out = (pack_apart(each, args.seq_len) if args.pack else cut(each[0], args.seq_len) for each in ids)
     # Only full updates: a smaller last one would be compiled separately.
     train = train[: max(1, len(train) // args.batch_size) * args.batch_size]
     deployer.log_info(deployer.plan(model, loss_fn, collate_fn(list(train[: args.batch_size]))).explain(), title="plan")
@@ -129,7 +145,7 @@ def main(args: Args) -> dict[str, float]:
         save_last_ckpt=True, save_argmin_ckpt_by_metrics=["loss"],
     )  # fmt: skip
 
-    held_out_bytes = texts[1].encode()
+    held_out_bytes = "".join(parts[1]).encode()
     n_bytes = len(held_out_bytes)
     bits_per_nat = (
         sum(int((row["labels"] >= 0).sum()) for row in held_out) / n_bytes / math.log(2)

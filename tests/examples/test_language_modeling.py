@@ -18,7 +18,7 @@ import pytest
 
 from examples._texts import learn_tokenizer
 from examples.language_modeling.main import Args, collate_fn, loss_fn, main, pred_fn
-from examples.language_modeling.texts import cut, load_vocabulary, prompt_of, read_texts
+from examples.language_modeling.texts import cut, first_bytes, load_vocabulary, pack_apart, prompt_of, read_files, read_texts
 from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.llama import Llama, LlamaConfig
@@ -223,6 +223,34 @@ def test_each_token_is_predicted_once():
         given, labels = (np.concatenate([row[name] for row in examples]) for name in ("tokens", "labels"))
         assert labels[labels >= 0].tolist() == ids[1:]
         assert given[labels >= 0].tolist() == ids[:-1]
+
+
+def test_packed_texts_are_predicted_apart():
+    texts = ["ünï" * n for n in (1, 9, 2, 3, 30)]
+    assert first_bytes(texts, 5 + 45) == texts[:2] and first_bytes(texts, 9) == [texts[0], "ün"]
+    ids = [list(range(100 * i, 100 * i + len(text))) for i, text in enumerate(texts, start=1)]
+    rows = pack_apart(ids, 16)
+    assert sum(row["segments"].max() for row in rows) > len(rows)
+    pairs = []
+    for row in rows:
+        segments = row["segments"]
+        assert all(len(set(row["tokens"][segments == i] // 100)) == 1 for i in range(1, segments.max() + 1))
+        has_label = row["labels"] >= 0
+        pairs += zip(row["tokens"][has_label].tolist(), row["labels"][has_label].tolist(), strict=True)
+    assert sorted(pairs) == [(token, token + 1) for text in ids for token in text[:-1]]
+
+
+@pytest.mark.sweep
+def test_learns_from_packed_files(tmp_path):
+    folder, source = tmp_path / "texts", inspect.getsource(inspect)
+    folder.mkdir()
+    for i in range(120):
+        (folder / f"{i}.txt").write_text(source[i * 300 : i * 300 + 20 + 7 * (i % 20)], "utf-8")
+    scores = main(Args(data=folder, workdir=tmp_path / "run", pack=True, **{**SIZES, "train_bytes": 10**6, "n_epochs": 2}))
+    losses = [line["loss"] for line in metrics(tmp_path / "run") if "loss" in line]
+    rows = pack_apart([list(text.encode()) for text in read_files(folder)[0]], SEQ)
+    assert len(losses) == 2 * (len(rows) // BATCH)
+    assert losses[-1] < 0.8 * losses[0] and 0 < scores["test_bits_per_byte"] < 8
 
 
 def test_bytes_and_tokenizer_files_round_trip(tmp_path):
