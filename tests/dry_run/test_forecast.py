@@ -202,6 +202,15 @@ def test_estimate_of_collectives_between_hosts_and_of_copies_to_the_host(on_eigh
 
 
 @pytest.mark.sweep
+def test_the_report_says_tokens_a_second(on_eight_devices):
+    chip = Chip("any", 0, bfloat16=1e9, float32=1e9, bandwidth=1e9, link=1e9)
+    run = dataclasses.replace(on_eight_devices, machine=dataclasses.replace(on_eight_devices.machine, chip=chip))
+    assert run.n_tokens == 8 * SEQ
+    at_most, serial = (f"{run.n_tokens / seconds:,.0f}" for seconds in (run.estimate.step, run.estimate.serial))
+    assert f"{run.n_tokens:,}: at most {at_most} a second, {serial} without overlap" in str(run)
+
+
+@pytest.mark.sweep
 def test_the_report_names_layers_axes_and_lines(on_eight_devices):
     run = on_eight_devices
     text = str(run)

@@ -17,6 +17,7 @@ from redeqx.models.bamba import Bamba, BambaConfig
 from redeqx.models.bart import Bart, BartConfig
 from redeqx.models.bert import Bert, BertConfig, BertForMaskedLM
 from redeqx.models.clip import CLIPText, CLIPTextConfig
+from redeqx.models.deberta import Deberta, DebertaConfig
 from redeqx.models.decoder import Factors
 from redeqx.models.falcon_h1 import FalconH1, FalconH1Config
 from redeqx.models.gemma import Gemma3, Gemma3Config
@@ -130,6 +131,7 @@ FAMILIES = [
     Family("bert-mlm", BertForMaskedLM, BERT_CONFIG, decoder_sums),
     Family("roberta-mlm", RobertaForMaskedLM, RobertaConfig(**SIZES, d_ff=48), decoder_sums),
     Family("modernbert", ModernBert, ModernBertConfig(**SIZES, d_ff=48, window=3, pad_token_id=0), encoder_sums),
+    Family("deberta", Deberta, DebertaConfig(**SIZES, d_ff=48, n_buckets=8), encoder_sums),
     Family("clip-text", CLIPText, CLIPTextConfig(**SIZES, d_ff=48), encoder_sums),
     Family("t5-encoder", T5Encoder, T5_CONFIG, encoder_sums),
     Family("t5", T5, T5_CONFIG, pair_sums),

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import redeqx
 from redeqx.tracing import Trace, matmul_flops
 
 X = jnp.ones(4)
@@ -129,3 +130,16 @@ def test_gradients_of_a_convolution_with_strides_take_as_many_flops_as_itself():
     assert matmul_flops(jax.make_jaxpr(fn)(*shapes).jaxpr) == {"float32": own}
     both = lambda *args: jax.vjp(fn, *args)[1](jnp.float32(1))  # noqa: E731
     assert matmul_flops(jax.make_jaxpr(both)(*shapes).jaxpr) == {"float32": 3 * own}
+
+
+@pytest.mark.parametrize(
+    ("options", "n_pairs"), [({}, 64 * 64), ({"causal": True}, 64 * 65 // 2), ({"causal": True, "window": 8}, 64 * 8 - 28)]
+)
+def test_masked_pairs_of_an_attention_may_be_left_out(options, n_pairs):
+    """Of a causal one, that is about half: fused kernels skip the rest, in both passes."""
+    q, k = jnp.zeros((2, 64, 4, 8)), jnp.zeros((2, 64, 2, 8))
+    step = jax.value_and_grad(lambda q, k, v: redeqx.attention(q, k, v, **options).sum(), (0, 1, 2))
+    jaxpr = jax.make_jaxpr(step)(q, k, k).jaxpr
+    of_pair, n_products = 2 * 2 * 4 * 8, 2 + 5  # FLOPs of one product, for all rows and heads; the scores are computed again
+    assert matmul_flops(jaxpr, with_masked=False) == {"float32": n_products * of_pair * n_pairs}
+    assert matmul_flops(jaxpr) == {"float32": n_products * of_pair * 64 * 64}

@@ -1,5 +1,6 @@
 """Grouped matmuls in a user's function: which equations the rule replaces, and a mixture of experts on all meshes."""
 
+import math
 import re
 from functools import partial
 
@@ -245,6 +246,10 @@ def test_a_mixture_on_every_mesh(name, by_hand):
     hidden = 64 // mesh.get("n_model_shards", 1)
     assert (str(tile_rows(n_sorted)), str(hidden)) in tiles
     assert f"[8,{n_rows}," not in program
+    if n_sorted != 64:  # a size that weights have, too
+        shapes = [tuple(map(int, dims.split(","))) for dims in re.findall(r"f32\[(\d+(?:,\d+)+)\]", program)]
+        of_rows = [math.prod(shape) for shape in shapes if {n_sorted, n_rows}.intersection(shape)]
+        assert 0 < max(of_rows) < n_sorted * 8 * min(32, hidden)  # no features of each row for all experts
 
 
 def tile_rows(n_rows):
