@@ -620,6 +620,10 @@ sine_by_defjvps_with_a_mean = jax.custom_jvp(jnp.sin)
 sine_by_defjvps_with_a_mean.defjvps(lambda t, out, x: t * jnp.cos(x.mean()))
 sine_by_defjvps_by_row = jax.custom_jvp(jnp.sin)
 sine_by_defjvps_by_row.defjvps(lambda t, out, x: t * jnp.cos(0.5 * x))
+relu_by_defjvps_with_a_mean = jax.custom_jvp(jax.nn.relu)
+relu_by_defjvps_with_a_mean.defjvps(lambda t, out, x: t * jnp.cos(x.mean()))
+jitted_relu_by_defjvps_with_a_mean = jax.custom_jvp(jax.jit(jax.nn.relu))
+jitted_relu_by_defjvps_with_a_mean.defjvps(lambda t, out, x: t * jnp.cos(x.mean()))
 sine_by_the_derivative_of_another = jax.custom_jvp(jnp.sin)
 sine_by_the_derivative_of_another.defjvp(partial(jax.jvp, lambda x: jnp.sin(x) - x.mean()))
 
@@ -670,6 +674,16 @@ def a_derivative_that_mixes_of_a_function_of_jax(p, batch, key):
 @unknown
 def a_derivative_by_defjvps_that_mixes_of_a_function_of_jax(p, batch, key):
     return sine_by_defjvps_with_a_mean(by_rows(p, batch)).mean()
+
+
+@unknown
+def a_derivative_by_defjvps_that_mixes_of_relu(p, batch, key):
+    return relu_by_defjvps_with_a_mean(by_rows(p, batch)).mean()
+
+
+@unknown
+def a_derivative_by_defjvps_that_mixes_of_jitted_relu(p, batch, key):
+    return jitted_relu_by_defjvps_with_a_mean(by_rows(p, batch)).mean()
 
 
 @unknown
