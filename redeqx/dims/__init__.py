@@ -10,6 +10,7 @@ from ._lookups import SCATTERS as SCATTERS
 from ._names import Inputs as Inputs, equations_of as equations_of
 from ._positions import (
     ATTENTION as ATTENTION,
+    BY_KEYS as BY_KEYS,
     CHUNKS as CHUNKS,
     RECURRENCE as RECURRENCE,
     Along as Along,

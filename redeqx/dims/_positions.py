@@ -19,7 +19,7 @@ from ._names import Inputs, Names, equations_of
 
 # How a step may combine entries along positions, so that they are more than features.
 _ALONG = {"window", "order", "fft"}
-ATTENTION, RECURRENCE, CHUNKS = "attention", "a recurrence", "a loop over chunks"
+ATTENTION, RECURRENCE, CHUNKS, BY_KEYS = "attention", "a recurrence", "a loop over chunks", "a sort by keys"
 _PRODUCTS = "products"  # of some positions with others
 
 
@@ -29,7 +29,8 @@ class Along:
 
     **Arguments:**
 
-    - `what`: `ATTENTION`, `RECURRENCE`, `CHUNKS`, products of some positions with others, or the name of a primitive.
+    - `what`: `ATTENTION`, `RECURRENCE`, `CHUNKS`, `BY_KEYS` for an order in which other values are put, products of some
+        positions with others, or the name of a primitive.
     - `line`: `file:line`, or an empty string inside a library.
     - `size`: the number of entries along which it works: of positions, or by chunks of chunks or of places within them.
     - `in_batch`: the number of these positions in the batch.
@@ -237,7 +238,8 @@ def _uses(step: Step, sets: _Sets) -> Iterator[_Use]:
         found += _compared(step, sets)
     for how, dim in step.mixes:
         is_strided = how == "part" and step.name == "slice" and any(n > 1 for n in step.eqn.params["strides"] or ())
-        found += [(step.name, dim)] if how in _ALONG or is_strided else []
+        what = BY_KEYS if step.name == "sort" and len(step.ins) > 1 else step.name
+        found += [(what, dim)] if how in _ALONG or is_strided else []
     for what, dim in found:
         if (root := sets.of_dim(dim)) is not None and sets.in_batch(root):
             yield _Use(root, what, step, dim)

@@ -2,7 +2,7 @@
 
 from jax.sharding import Mesh
 
-from ..dims import ATTENTION, CHUNKS, RECURRENCE, Along, Inputs, positions_of
+from ..dims import ATTENTION, BY_KEYS, CHUNKS, RECURRENCE, Along, Inputs, positions_of
 from ..machine import SEQUENCE
 from ..tracing import Trace, shortened
 
@@ -53,8 +53,9 @@ def _sentence(each: Along, n: int) -> str:
         why = "" if is_loop or not each.chunked else f"{n} devices do not divide the {each.chunked[0]} chunks, so "
         how = f"{why}each device computes all of them, for its part of the rows if these divide"
     elif divides:
-        edges = "" if each.what == ATTENTION or each.chunked is not None else ", which send each other the edges"
-        how = f"split over {n} devices{edges}"
+        sends_edges = each.chunked is None and (each.has_windows or each.what == "slice")  # that of an associative scan
+        sent = "the keys" if each.what == BY_KEYS else "each other the edges" if sends_edges else ""
+        how = f"split over {n} devices{', which send ' * bool(sent)}{sent}"
     elif each.in_batch % n or each.has_windows or (each.is_given and each.what == ATTENTION):
         how = f"{n} devices do not divide them, so each computes all of them, for its part of the rows if these divide"
     else:
