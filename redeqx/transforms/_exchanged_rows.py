@@ -18,11 +18,11 @@ from ..machine import MODEL, SEQUENCE, n_batch_shards
 from ..partition import inputs_of
 from ..tracing import GROUPED, Body, Trace, equations, n_bytes, or_as_written, variables
 from ._expert_parts import chain_after, chain_before
-from ._sorted_rows import SortedRows, is_constant_along, is_elementwise_inside, jaxprs_in
+from ._sorted_rows import RESHAPES, WITH_CASTS, SortedRows, is_constant_along, is_elementwise_inside, jaxprs_in
 
-_VIEWS = ("reshape", "broadcast_in_dim", "squeeze", "convert_element_type", "reduce_sum", "reduce_max")
+_BY_ROW = (*WITH_CASTS, "reduce_sum", "reduce_max")  # besides elementwise ones
 # Equations whose output has the matrices of their first operand, maybe next to those of equal stacks of other layers.
-_KEEPING = (*_VIEWS[:4], "copy", "transpose", "stack", "concatenate")
+_KEEPING = (*WITH_CASTS, "copy", "transpose", "stack", "concatenate")
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _exchange_of(sort: SortedRows, jaxpr: Any, body: Body, n_weights: int) -> Ex
             if stack is None or not is_same or not all(_is_first(sort, atom) for atom in (eqn.invars[0], *eqn.outvars)):
                 return None
             matrices[eqn], operands = stack, operands[:1]
-        elif not is_elementwise_inside(eqn, _VIEWS) or eqn in sort.roles or not _keeps_rows(sort, eqn):
+        elif not is_elementwise_inside(eqn, _BY_ROW) or eqn in sort.roles or not _keeps_rows(sort, eqn):
             return None
         for atom in (atom for atom in operands if atom not in inside):
             if sort.dim(atom) is None:
@@ -173,7 +173,7 @@ def _between(starts: Collection[Any], last: Any, jaxpr: Any) -> list[Any]:
 def _views_before(sort: SortedRows, body: Body, product: Any, products: Collection[Any]) -> list[Any]:
     """Returns the equations before one of some products that add or remove dims of size 1 of its rows, and of no others."""
     views, n, atom = list[Any](), 0, product.invars[0]
-    while (view := body.producer(atom)) is not None and view.primitive.name in _VIEWS[:3]:
+    while (view := body.producer(atom)) is not None and view.primitive.name in RESHAPES:
         if sort.dim(view.invars[0]) is None or not set(body.readers(atom)) <= {*products, *views}:
             break
         (atom,) = view.invars
@@ -202,7 +202,7 @@ def _is_first(sort: SortedRows, atom: Any) -> bool:
 
 def _unviewed(body: Body, atom: Any) -> Any:
     """Returns the value that a value of the same size is a view of."""
-    while (eqn := body.producer(atom)) is not None and eqn.primitive.name in _VIEWS[:4]:
+    while (eqn := body.producer(atom)) is not None and eqn.primitive.name in WITH_CASTS:
         if math.prod(eqn.invars[0].aval.shape) != math.prod(atom.aval.shape):
             break
         atom = eqn.invars[0]

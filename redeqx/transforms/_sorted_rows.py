@@ -22,7 +22,8 @@ _MAX_INDICES = 2**24
 # How `SortsByShard` computes an equation: the sort; its inverse; a lookup or a scatter of rows that are all on a device's
 # own shard; as it is written, with all operands in the order of the shards; or in the order of the sort.
 Role = Literal["sort", "inverse", "own lookup", "own scatter", "as written", "in sort order"]
-_RESHAPES = ("reshape", "broadcast_in_dim", "squeeze", "convert_element_type")
+RESHAPES = ("reshape", "broadcast_in_dim", "squeeze")
+WITH_CASTS = (*RESHAPES, "convert_element_type")
 
 
 class _Unknown(Exception):
@@ -123,7 +124,7 @@ class SortedRows:
         if is_lookup and self._is_same(eqn.invars[1]):
             self.roles[eqn] = "own lookup"
             return
-        if any(dim is not None for dim in dims) or not (is_elementwise(eqn) or eqn.primitive.name in _RESHAPES):
+        if any(dim is not None for dim in dims) or not (is_elementwise(eqn) or eqn.primitive.name in WITH_CASTS):
             raise _Unknown
         self.inverses.update(eqn.outvars)
 
@@ -236,7 +237,7 @@ class SortedRows:
         chain = list[Any]()
         while (eqn := self.body.producer(atom)) is not None and eqn in self.after and len(self.body.readers(atom)) == 1:
             chain.append(eqn)
-            if eqn.primitive.name not in _RESHAPES:
+            if eqn.primitive.name not in WITH_CASTS:
                 break
             atom = eqn.invars[0]
         if chain and chain[-1].primitive.name in GROUPED and self.body.number(chain[-1].invars[0]) is not None:
