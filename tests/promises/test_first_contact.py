@@ -115,7 +115,7 @@ MESSAGES = {
     "loader of batches": ("TypeError", "`train_examples`", "DataLoader", "`dataset`"),
     "loader with a batch sampler": ("TypeError", "`examples`", "DataLoader", "`dataset`"),
     "loader of batches, to evaluate": ("TypeError", "`eval_examples`", "DataLoader", "`dataset`"),
-    "splits": ("TypeError", "`train_examples`", "DatasetDict", "one item per example"),
+    "splits": ("TypeError", "`train_examples`", "DatasetDict", "Pass one of them, such as the one at 'train'"),
     "columns": ("TypeError", "`train_examples`", "(8, 4), (8,)", "`list(zip(*arrays))`"),
     "columns of one shape": ("TypeError", "`train_examples`", "(8, 4), (8, 4)", "`list(arrays)`"),
     "columns of one shape and two kinds": ("TypeError", "`train_examples`", "(8, 4), (8, 4)", "`list(zip(*arrays))`"),
