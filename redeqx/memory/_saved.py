@@ -7,10 +7,9 @@ while one iteration is computed. `choose_saved` takes the candidates that save t
 memory of the device, then into that of the host as far as the bus hides the copies. It is greedy: each choice changes what
 the others are worth.
 
-On GPUs a copy begins when its value is made and ends with the iteration, and in the backward pass, which reads the last
-values first, it begins with the iteration: of a value made in the middle XLA hides less than a third. On TPUs it hides 78 %
-of one made at the end (405B on 256 v5p), so there all that a whole iteration can hide goes to the host (jax 0.10.2, as
-compiled).
+A copy begins when its value is made and ends with the iteration, and in the backward pass, which reads the last values first,
+it begins with the iteration: of a value made in the middle XLA hides less than a third on GPUs, and of several made late 33 %
+on TPUs (Llama 2 70B on v5p; jax 0.10 and 0.12, as compiled). A loop's carry has a whole iteration.
 
 Owns the numbers and the choice. A rule of `transforms` applies them to a traced loss.
 """
@@ -81,8 +80,7 @@ class Loop:
     def hides(self, candidate: Candidate, chip: Chip) -> bool:
         """Whether the bus copies a candidate to the host, with all that goes there already, while an iteration goes on."""
         chosen = [each for each in self.candidates if self.choice(each) == HOST or each is candidate]
-        waits = not chip.kind.startswith("TPU")
-        copies = [(each.seconds_left if waits else self.seconds, each.n_bytes) for each in chosen]
+        copies = [(each.seconds_left, each.n_bytes) for each in chosen]
         if self.carry_in == HOST:
             copies.append((self.seconds, self.carry))
         # What begins with `seconds` to go, and all that begins later, must end with the iteration.

@@ -313,7 +313,9 @@ def test_what_a_loop_saves_does_not_depend_on_what_it_saved_before(level):
 @pytest.mark.parametrize("n, carry_in, in_host", [(60, "host", 3), (120, "host", 2), (250, "host", 1), (600, "kept", 0)])
 def test_loops_put_no_more_into_host_memory_than_a_program_may_use(n, carry_in, in_host):
     """128 GiB for a device: the compiler of TPUs refuses more. A carry of more than that stays."""
-    (loop,) = [dataclasses.replace(loop, n=n, seconds=1e9) for loop in one_loop(OWN)]
+    (loop,) = one_loop(OWN)
+    candidates = [dataclasses.replace(each, seconds_left=1e9) for each in loop.candidates]
+    loop = dataclasses.replace(loop, n=n, seconds=1e9, candidates=candidates)
     (saved,) = saved_at([loop], "0KiB", V5E, has_host=True)
     assert saved.carry_in == carry_in and len(saved.keys("host")) == in_host
     assert saved.n_bytes("host") <= 128 * GIB
