@@ -74,7 +74,7 @@ def load(
 @dataclass(frozen=True)
 class Saved:
     """A saved model, to be read as `like`, in a file or the folder of a checkpoint in `checkpoints`. `base` has the frozen
-    leaves that the checkpoint does not hold, and `trained` the names of the others."""
+    leaves that the checkpoint does not hold, if there are any; `trained` has the names of the trained leaves."""
 
     path: Location
     like: Any

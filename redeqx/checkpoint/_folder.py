@@ -197,9 +197,9 @@ class CheckpointFolder:
         return sorted({order(name)[0] for name in self.names() if self.is_resumable(name) is not False})
 
     def resolve(self, which: str | Location) -> Location:
-        """Returns the folder of a checkpoint, the same in all processes even if only some have it: that of a tag of the
-        index, or of a name in this folder, or of a path, as for `find_checkpoint`. Raises ValueError with a list of the
-        existing checkpoints."""
+        """Returns the folder of a checkpoint, the same in all processes even if only some have it. `which` is a tag of the
+        index, the name of a checkpoint in this folder, or a path, as for `find_checkpoint`. Raises ValueError with a list of
+        the existing checkpoints if there is none."""
         found = _first_found(self._peers, lambda: self._find(which))
         return self.folder / found if order(found)[0] >= 0 else location(found)
 

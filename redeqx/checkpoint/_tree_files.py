@@ -126,8 +126,8 @@ class InPlace:
 
 
 class FilePerProcess:
-    """A file for each process, by `index`, and an index if there are several. The methods are those of `InPlace`. They may
-    write into the same folder (`is_shared`).
+    """A file for each process, and an index file if there are several. The methods are those of `InPlace`. `index` is the
+    number of this process. `is_shared`: whether the processes write into the same folder.
 
     With several processes, each copies the arrays of its files to the host before writing: all processes gather an array
     together, but write at their own pace.

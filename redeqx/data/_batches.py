@@ -117,7 +117,7 @@ class _Pass:
     is_update: bool  # whose only step tells nothing of others
     collates_whole: bool = False  # all rows of a step
 
-    # A StopIteration in a `collate_fn` would end a pass, but not the next two, as they are generators.
+    # `first` and `every` are generators, where a StopIteration of a `collate_fn` is an error and does not end the pass.
     def first(self, find: Callable[[PyTree], RowUse]) -> Iterator[tuple[_Step, PyTree]]:
         """Yields the first step with its rows, by which it finds what the loss does with rows."""
         if (each := next(self.steps, None)) is None:

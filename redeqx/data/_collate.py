@@ -16,8 +16,8 @@ from ._rows import BatchSize
 
 
 def read(examples: Any, indices: Iterable[Any], places: Sequence[int] | None = None) -> list[Any]:
-    """Returns the examples at these indices. If reading one raises, the error gets a note with the example's number: of
-    `places`, if it differs from its index."""
+    """Returns the examples at these indices. If reading one raises, the error gets a note with the example's number.
+    `places` has these numbers, if they differ from the indices."""
     items, place = [], [0]  # of the example that is read
     with example_note("Raised in reading example", place):
         for i in map(int, indices):
@@ -28,7 +28,7 @@ def read(examples: Any, indices: Iterable[Any], places: Sequence[int] | None = N
 
 def collate(collate_fn: Callable[[list], PyTree], examples: list, places: Sequence[int] | None = None) -> PyTree[np.ndarray]:
     """Returns the checked result of `collate_fn`: a PyTree of NumPy arrays, each with one row per example. Errors get a note
-    with the examples' numbers, `places`.
+    with the examples' numbers, `places`; by default they count from 0.
 
     64-bit numbers are converted to 32 bits, as everywhere in JAX, unless JAX runs in 64-bit mode.
 

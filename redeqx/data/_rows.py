@@ -197,8 +197,8 @@ def place_batch(
 def place_rows(
     batch: PyTree[np.ndarray], places: np.ndarray, sharding: NamedSharding, rows: np.ndarray
 ) -> PyTree[jax.Array]:
-    """Places those of `rows` (as for `place_batch`) with these numbers on the mesh. The leading dims are those of
-    `places`."""
+    """Places rows of the batch on the mesh: those with the numbers in `places`, whose dims are the leading dims of the
+    result. `rows` is as for `place_batch`."""
     if sharding.is_fully_addressable:
         first, last = int(places.flat[0]), int(places.flat[-1])
         # Contiguous rows are taken as a view.

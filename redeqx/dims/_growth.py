@@ -160,9 +160,9 @@ def _factor(one: Any, two: Any) -> Any:
 
 
 def have_same_constants(found: Sequence[tuple[Any, Any]], closed: Any, ratio: float) -> bool:
-    """Whether the constants of a function for some rows are those for other rows, as far as these are known: `found` are
-    pairs of them, for one number of rows and for twice as many, and `closed` is its closed jaxpr in normal form for `ratio`
-    times it."""
+    """Whether the constants of a function for some rows are those for other rows, as far as these are known. `found` has
+    pairs of constants, for one number of rows and for twice as many; `closed` is the function's closed jaxpr in normal form
+    for `ratio` times the first number."""
 
     def is_same(pair: tuple[Any, Any], y: Any) -> bool:
         x, other = pair

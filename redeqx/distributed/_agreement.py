@@ -107,8 +107,8 @@ def _brief(line: str) -> str:
 
 
 def agree_on_values(peers: Peers, what: str, leaves: Mapping[str, Any]) -> None:
-    """Checks that array shards which several processes hold have the same bits in all of them. Of NumPy or JAX arrays by
-    name, one of JAX may be on the devices of this process or of all.
+    """Checks that array shards which several processes hold have the same bits in all of them. `leaves` are NumPy or JAX
+    arrays by name; a JAX array may be on the devices of this process or of all.
 
     Raises ValueError, the same in every process, with the name of the first array that differs.
     """

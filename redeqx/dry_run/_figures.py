@@ -63,8 +63,8 @@ class Step:
 
     def offloaded(self, state: int, other_bytes: int) -> "Step":
         """Estimates a step that copies the optimizer's state, of `state` bytes, from the host, from this one with the state
-        on the devices. All of it is copied at once, when the gradients are complete: with `other_bytes` of parameters,
-        gradients and the rest of the run's state in memory."""
+        on the devices. It assumes that all of it is copied at once, when the gradients are complete: with `other_bytes` of
+        parameters, gradients and the rest of the run's state in memory."""
         needs = max(self.needs - state, other_bytes + state)
         host_bytes = self.host_bytes + 2 * state
         return replace(self, needs=needs, arguments=self.arguments - state, host_bytes=host_bytes, host_hidden=None)

@@ -175,8 +175,8 @@ def check_model(model: Any, name: str = "model") -> None:
 
 
 def check_alike(model: Any, own: Mapping[str, Any], whose: str) -> None:
-    """Raises ValueError if the arrays of a model differ in name or shape from others, arrays or anything with a `shape`, of
-    `whose` model, such as "the trained model"; and as `check_model`."""
+    """Raises ValueError if the arrays of a model differ in name or shape from those of another; and as `check_model`. `own`
+    has the other's arrays, or anything with a `shape`, by name; `whose` says which model it is, as "the trained model"."""
     check_model(model)
     found = array_leaves(model)
     for name in [*own, *(name for name in found if name not in own)]:

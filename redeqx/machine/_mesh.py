@@ -138,7 +138,8 @@ def split_rows(mesh: Mesh, dim: int = 0) -> NamedSharding:
 
 def split_heads(mesh: Mesh | AbstractMesh, *, by_rows: bool = False) -> NamedSharding:
     """Returns the sharding of an attention's queries `[rows, positions, heads, size]`: rows are split as in a batch,
-    positions over the sequence axis, or `by_rows` the rows over that too, and heads over the model axis."""
+    positions over the sequence axis, and heads over the model axis. With `by_rows` the sequence axis splits rows too,
+    instead of positions."""
     if by_rows:
         return NamedSharding(mesh, P((*BATCH_AXES, SEQUENCE), None, MODEL, None))
     return NamedSharding(mesh, P(BATCH_AXES, SEQUENCE if mesh.shape[SEQUENCE] > 1 else None, MODEL, None))

@@ -96,8 +96,8 @@ class Loop:
 
 
 def choose_saved(loops: Sequence[Loop], budget: float, chip: Chip, *, has_host: bool) -> list[Loop]:
-    """Chooses what the loops of a loss save: at most `budget` bytes on one device. Carries that do not fit into it go to the
-    host, if this has a memory of its own (`has_host`)."""
+    """Chooses what the loops of a loss save, for a budget of bytes on one device. Carries that do not fit into it go to the
+    host, if this has a memory of its own (`has_host`) and room for them; otherwise they stay, and exceed it."""
     found = [replace(loop, saved={}, carry_in=KEPT) for loop in loops]
     left, left_in_host = budget - sum(loop.n * loop.carry for loop in loops), HOST_MEMORY if has_host else 0
     for i in sorted(range(len(loops)), key=lambda i: -loops[i].n * loops[i].carry):

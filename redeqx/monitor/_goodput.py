@@ -86,8 +86,8 @@ class Goodput:
         return ", ".join([f"{seconds['steps'] / total:.1%} of {duration_text(total)} in steps", *rest])
 
     def continue_from(self, records: Iterable[tuple[int, Mapping[str, float]]], step: int) -> None:
-        """Takes over the seconds of the processes that made these records, of the step and the numbers of each, in order;
-        those without times are left out. This process continues from `step`."""
+        """Takes over the seconds of the processes that made these records, for a process that continues from `step`. Each
+        record is a step and its numbers, and they are in order; those without times are left out."""
         rows = [(at, numbers) for at, numbers in records if "unix_time" in numbers]
         if not rows:
             return

@@ -212,8 +212,8 @@ class ProgressLine:
     @contextmanager
     def compiling(self, what: str, began: float | None = None) -> Iterator[list[str]]:
         """Prints that `what` compiles, then how long it took, with the notes that the caller adds to the yielded list. Rates
-        exclude this time and the next step. A compilation in another thread began earlier: at `began` by
-        `time.perf_counter`."""
+        exclude this time and the next step. `began`: when it began, by `time.perf_counter`, if that was before, in another
+        thread."""
         shown, notes = self._outer or self, list[str]()
         if shown._shows and shown._live is None:
             self._terminal.say(f"compiling {what}")

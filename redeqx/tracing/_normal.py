@@ -87,8 +87,8 @@ def _is_of_library(eqn: Any) -> bool:
 
 
 def _normal(closed: Any, call: Any = None, *, keeps_remats: bool = True) -> Any:
-    """Returns a closed jaxpr in normal form, of which remats are inlined unless it keeps them. `call` is the traceback of
-    the call of a library's function in which it is; None if it is in none."""
+    """Returns a closed jaxpr in normal form; remats are inlined only if not `keeps_remats`. `call` is the traceback of the
+    call of a library's function in which the jaxpr is; None if it is in none."""
     constvars, consts, eqns = list[Any](), list[Any](), list[Any]()
 
     def enter(closed: Any, ins: list[Any], call: Any, scope: Any = None) -> list[Any]:

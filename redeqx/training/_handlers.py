@@ -228,8 +228,8 @@ class Callbacks:
                     )
 
     def call(self, method: str, *given: Callable[[], Any], step: int | None = None) -> None:
-        """Calls a method of each callback that overrides it; with a `step`, of those that want it. `given` returns the
-        arguments after the trainer, for each callback anew: an evaluation may come before."""
+        """Calls a method of each callback that overrides it; with a `step`, of those that want it. The functions in
+        `given` return the arguments after the trainer, for each callback anew: an evaluation may come before."""
         for callback in self._overriding[method]:
             if step is None or callback.wants(step):
                 self.was_called = True

@@ -43,8 +43,8 @@ _CONSTRAINED = _PRODUCTS | {
 class SplitPositions(Rule):
     """Splits positions over the sequence axis, except of what `residual` splits over the model axis too.
 
-    One of two is `of_loops`: it arranges the operands and results of loops along positions, and the other splits all other
-    values. A rule that recomputes the body of a loop stands between the two.
+    It is applied twice: with `of_loops` it arranges the operands and results of loops along positions, and without it splits
+    all other values. A rule that recomputes the body of a loop stands between the two.
     """
 
     mesh: Mesh

@@ -36,8 +36,8 @@ class _Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class SplitRepeated(Rule):
-    """Splits matmuls that have no rows of the batch over the axes that split the batch and its positions, from `min_flops`
-    for the whole batch on: smaller ones cost less than what would be sent. `n_weights` is as for `ExchangeLookups`."""
+    """Splits matmuls that have no rows of the batch over the axes that split the batch and its positions. Those of fewer
+    than `min_flops`, for the whole batch, cost less than what would be sent. `n_weights` is as for `ExchangeLookups`."""
 
     mesh: Mesh
     n_weights: int

@@ -257,8 +257,8 @@ class _Search:
 
 @dataclass(frozen=True)
 class SplitResidual(Rule):
-    """Splits the positions of the residual stream over the model axis. `splits` is as for `Reshard`. One of two is
-    `of_loops`, as for `SplitPositions`."""
+    """Splits the positions of the residual stream over the model axis. `splits` is as for `Reshard`, and
+    `of_loops` as for `SplitPositions`."""
 
     mesh: Mesh
     inputs: Inputs

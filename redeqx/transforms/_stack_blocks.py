@@ -44,8 +44,8 @@ _MAX_STARTS = 16  # to try for each run of equal equations
 
 @dataclass(frozen=True)
 class StackBlocks(Rule):
-    """Computes runs of equal blocks, each with its own weights, as scans. Of the weights, the function's first inputs, only
-    those of one kind, their sharding, are stacked."""
+    """Computes runs of equal blocks, each with its own weights, as scans. `kinds` has the sharding of each weight, which are
+    the function's first inputs. Only weights of one kind are stacked."""
 
     kinds: Sequence[Any]
 

@@ -141,15 +141,15 @@ def _is_for_fp8(eqn: Any, uses: WeightUses) -> bool:
 
 
 def fp8_products(closed: Any, n_weights: int) -> tuple[int, int]:
-    """Counts the products of a traced function that are multiplied in fp8, and all its products with one of its `n_weights`
-    weights."""
+    """Counts the products of a traced function that are multiplied in fp8, and all its products with a weight. Its first
+    `n_weights` inputs are weights."""
     uses = WeightUses(closed, n_weights)
     return _count(closed, uses, ("dot_general",), lambda eqn: _is_for_fp8(eqn, uses))
 
 
 def wide_products(closed: Any, n_weights: int, dtype: Any) -> tuple[int, int]:
-    """Counts the products and convolutions with a weight that are computed in a wider dtype than `dtype`, because one of the
-    operands has it, and all of them."""
+    """Counts the products and convolutions with a weight that are computed in a wider dtype than `dtype`, and all of them. A
+    product is computed in a wider dtype if one of its operands has a wider dtype."""
     bits = jnp.finfo(dtype).bits
 
     def is_wide(eqn: Any) -> bool:
