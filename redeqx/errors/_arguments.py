@@ -410,11 +410,14 @@ def _why_no_examples(given: Any) -> tuple[str, str] | None:
 
 def _is_a_set(value: Any) -> bool:
     """Whether an entry of a dict is examples by itself, such as a split of `datasets`, and not a column."""
-    if isinstance(value, list | tuple):
-        return bool(value) and isinstance(value[0], Mapping | tuple)
     if isinstance(value, str | bytes | Mapping) or hasattr(value, "dtype"):
         return False
-    return hasattr(value, "__iter__") or hasattr(value, "__getitem__")
+    if not hasattr(value, "__len__"):  # a stream
+        return hasattr(value, "__iter__") or hasattr(value, "__getitem__")
+    try:
+        return isinstance(value[0], Mapping | tuple)  # a column of `datasets` or `pyarrow` has other items
+    except Exception:  # it is empty, or not indexed by number
+        return False
 
 
 def check_readable_again(given: Any, n_epochs: int) -> None:

@@ -580,9 +580,12 @@ def test_empty_examples_raise(examples):
         examples_of(lambda epoch: examples, 2)
 
 
-def test_columns_by_name_are_no_examples():
+@pytest.mark.parametrize(
+    "column", [[1, 2], range(2), collections.UserList([1, 2]), []], ids=["list", "range", "sequence", "empty"]
+)
+def test_columns_by_name_are_no_examples(column):
     with pytest.raises(TypeError, match="expected one item per example, got a dict, whose items have names"):
-        check_examples({"x": [1, 2]})
+        check_examples({"x": column})
 
 
 @pytest.mark.parametrize(
