@@ -8,7 +8,7 @@ from typing import Any
 
 GIB = 2**30
 # That a program may use on the host for each device: libtpu 0.0.50 refuses more, for each generation from v4 to TPU7x and
-# whatever the machine has. For GPUs XLA knows no bound; their machines seldom have more for each.
+# whatever the machine has. XLA has no bound for GPUs, whose machines often have 128 to 256 GiB for each: the same is safe.
 HOST_MEMORY = 128 * GIB
 _T, _G = 1e12, 1e9
 

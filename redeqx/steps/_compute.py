@@ -31,10 +31,10 @@ class Compute:
 
     **Arguments:**
 
-    - `precision`: `"float32"`; `"bfloat16"`: parameters, losses, sums of gradients and updates in float32, all else in
-        bfloat16; `"fp8"`: as `"bfloat16"`, with products with weights in 8-bit floating point, on GPUs that support it (CPUs
-        emulate it); or a `redeqx.Precision`. None keeps the dtypes of the model. The batch is never cast: cast floating
-        inputs in `loss_fn`.
+    - `precision`: `"float32"`; `"bfloat16"`: parameters, sums of losses and of gradients, and updates in float32, all else
+        in bfloat16; `"fp8"`: as `"bfloat16"`, with products with weights in 8-bit floating point, on GPUs that support it
+        (CPUs emulate it); `jnp.float32` or `jnp.bfloat16`, as their names; or a `redeqx.Precision`. None keeps the dtypes of
+        the model. The batch is never cast: cast floating inputs in `loss_fn`, and logits to float32 before your own loss.
     - `fuse_attention`: whether attention, however it is written, is computed by the platform's kernel (`redeqx.attention`).
     - `remat`: what loops (`jax.lax.scan`, as over stacked blocks) recompute in the backward pass: `"none"`; `"matmuls"`,
         everything except matmuls, convolutions and attention; `"full"`, the whole body; `"offload"`, as `"full"`, with the
