@@ -77,8 +77,9 @@ def forward(
     def on_device(q: Any, k: Any, v: Any, segments: Any) -> tuple[Any, Any]:
         out, (log_sum,) = jax.vmap(_kernel(setting, q, k, interpret))(*_prepare(setting, q, k, v), segments)
         if setting.in_ring and setting.window is not None:
-            # Of a block of queries that see none of these keys, the kernel computes nothing: NaN, and the log of 0.
-            is_seen = jnp.isfinite(log_sum)
+            # Of a block of queries that see none of these keys, the kernel computes nothing: NaN, and the log of 0. A NaN
+            # of the operands gives NaN for both, and stays.
+            is_seen = ~jnp.isneginf(log_sum)
             out, log_sum = jnp.where(is_seen[..., None], out, 0), jnp.where(is_seen, log_sum, MASK_VALUE)
         n_queries = q.shape[1]
         return jnp.swapaxes(out, 1, 2)[:, :n_queries], log_sum[:, :, :n_queries]

@@ -533,3 +533,12 @@ def test_splash_attention(kwargs):
     want = [out, log_sum, *by_blocks.backward(whole, q, k, v, extras, out, log_sum, g)]
     got = jax.jit(partial(run_by_positions, Interpreted, replace(setting, split=split(4)), extras))(q, k, v, g)
     assert_close(got, want, 1e-5)
+
+
+def test_splash_attention_in_a_ring_keeps_nan():
+    """A block of queries that see no key is no part of the output; NaN that a model computed are none of these."""
+    q, k, v, _ = (x[:1] for x in draw(4 * T, 4 * T, 2, 1))
+    setting = AttentionSetting(0.3, causal=True, window=300, in_ring=True, offset=256)
+    out, log_sum = KERNELS["splash attention"].forward(setting, q.at[:, 3].set(jnp.nan), k, v, {}, interpret=True)
+    assert np.isnan(out[0, 3]).all() and np.isnan(log_sum[0, :, 3]).all()
+    assert np.isfinite(out[0, 4:]).all()
