@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import is_ours
+from ._inner import equations
 
 # Libraries whose frames are skipped in the search for a line that the user can change. redeqx's own modules are skipped
 # too (`is_ours`), except the models.
@@ -67,9 +68,8 @@ def has_derivative_of(eqn: Any, *packages: str) -> bool:
 def _is_relu(closed: Any) -> bool:
     """Whether a function is that of `jax.nn.relu` or `relu6`, whose derivatives are by `defjvps`: a model may have dozens of
     them, and to check one takes 4 ms. What gives relu another derivative, `jax.custom_jvp(jax.nn.relu)`, calls it."""
-    whole = [closed, *(eqn.params["jaxpr"] for eqn in closed.jaxpr.eqns if "jaxpr" in eqn.params)]  # it is jitted
-    calls = any(eqn.primitive.name.startswith("custom_") for each in whole for eqn in each.jaxpr.eqns)
-    return made_in(closed, "jax") and closed.jaxpr.debug_info.func_name in ("relu", "relu6") and not calls
+    is_named = made_in(closed, "jax") and closed.jaxpr.debug_info.func_name in ("relu", "relu6")
+    return is_named and not any(eqn.primitive.name.startswith("custom_") for eqn in equations(closed))
 
 
 @cache

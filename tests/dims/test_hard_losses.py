@@ -620,6 +620,8 @@ sine_by_defjvps_with_a_mean = jax.custom_jvp(jnp.sin)
 sine_by_defjvps_with_a_mean.defjvps(lambda t, out, x: t * jnp.cos(x.mean()))
 sine_by_defjvps_by_row = jax.custom_jvp(jnp.sin)
 sine_by_defjvps_by_row.defjvps(lambda t, out, x: t * jnp.cos(0.5 * x))
+sine_of_a_remat = jax.custom_jvp(jax.checkpoint(jnp.sin))
+sine_of_a_remat.defjvps(lambda t, out, x: t * jnp.cos(0.5 * x))
 relu_by_defjvps_with_a_mean = jax.custom_jvp(jax.nn.relu)
 relu_by_defjvps_with_a_mean.defjvps(lambda t, out, x: t * jnp.cos(x.mean()))
 jitted_relu_by_defjvps_with_a_mean = jax.custom_jvp(jax.jit(jax.nn.relu))
@@ -701,6 +703,11 @@ def a_forward_pass_that_mixes(p, batch, key):
 def forward_passes_that_call_the_function_or_can_be_dropped(p, batch, key):
     x = by_rows(p, batch)
     return (with_its_sign(x)[0] + cosine_that_can_be_dropped(x)).mean()
+
+
+@unknown
+def a_derivative_by_defjvps_of_a_remat(p, batch, key):
+    return sine_of_a_remat(by_rows(p, batch)).mean()
 
 
 @separable
