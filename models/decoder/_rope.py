@@ -77,6 +77,7 @@ class Rope(Row):
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         newer, older = reader.get("rope_parameters", {}), reader.get("rope_scaling", {})
+        is_said = bool(newer or older)  # null stands for the family's scaling, as an absent key does
         theta, found = known["rope_theta"], {}
         if self.has_local:
             local = reader.get("rope_local_base_freq", known["local_rope_theta"], _BASE)
@@ -97,7 +98,6 @@ class Rope(Row):
             is_proportional = rope.get("rope_type", "default") == "proportional"  # whose share is part of the scaling
             for where in (reader,) if is_proportional else (reader, rope):
                 where.only("partial_rotary_factor", 1.0 if self.share is None else self.share(known), None)
-        is_said = reader.has("rope_parameters") or reader.has("rope_scaling")
         scaling = known["rope_scaling"]
         if is_said:
             scaling = _scaling(reader, rope, known["n_positions"], self.n_original, self.kinds)

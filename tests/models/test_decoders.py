@@ -12,9 +12,11 @@ from safetensors.numpy import load_file, save_file
 import redeqx
 from redeqx.models import cross_entropy, from_pretrained, save_pretrained
 from redeqx.models._families import MODELS
+from redeqx.models.apertus import ApertusConfig
 from redeqx.models.bamba import Bamba, BambaConfig
 from redeqx.models.bloom import Bloom
 from redeqx.models.cohere import Cohere, Cohere2
+from redeqx.models.cwm import CwmConfig
 from redeqx.models.decoder import Decoder, Factors, InitialSteps, SequenceClassifier, TokenClassifier
 from redeqx.models.deepseek import DeepseekV2
 from redeqx.models.deepseek_v3 import DeepseekV3, DeepseekV3Config
@@ -451,6 +453,14 @@ def test_configs_of_scalings_are_read_as_written():
     assert (config.n_positions, config.rope_scaling) == (128, DynamicScaling(4.0, 32))
     assert config.to_hf()["max_position_embeddings"] == 32
     assert Phi.config_class.from_hf(ConfigReader(config.to_hf())) == config
+
+
+@pytest.mark.parametrize("cls", [ApertusConfig, CwmConfig, GptOssConfig])
+def test_a_scaling_of_null_is_that_of_the_family(cls):
+    """As in transformers; the type "default" has none."""
+    for key in ("rope_scaling", "rope_parameters"):
+        assert cls.from_hf(ConfigReader({key: None})).rope_scaling == cls().rope_scaling is not None
+    assert cls.from_hf(ConfigReader({"rope_parameters": {"rope_type": "default"}})).rope_scaling is None
 
 
 def test_lfm2_adjusts_the_width_of_its_mlps_and_counts_layers_with_attention():
