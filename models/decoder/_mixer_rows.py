@@ -225,6 +225,12 @@ class DrawnSteps(Row):
 
     def check(self, config: Any) -> None:
         steps = config.initial_steps
+        is_positive = max(min(steps.least, steps.most), steps.floor) > 0
+        if not (is_positive and all(0 <= n < math.inf for n in (steps.least, steps.most, steps.floor, steps.scale))):
+            raise ValueError(
+                f"`initial_steps`: expected finite numbers of at least 0, and a positive shortest step, got {steps}. Leave "
+                "`floor` out, say."
+            )
         if not self.of_weights and (steps.scale != 1 or steps.is_constant):
             raise ValueError(
                 f"`initial_steps`: expected no `scale` or `is_constant`, got {steps}. Leave them out: steps "

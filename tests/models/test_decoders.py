@@ -847,6 +847,12 @@ def test_initial_steps_that_a_file_cannot_hold():
     with pytest.raises(ValueError, match=r"`initial_steps`: expected InitialSteps\(.*, as in every 'jamba' model, got"):
         JambaConfig(initial_steps=InitialSteps(floor=0.0))
     assert jnp.isfinite(InitialSteps(least=0.0).bias(9, jax.random.key(0))).all()
+    message = r"expected finite numbers of at least 0, and a positive shortest step, got InitialSteps\(.*Leave `floor` out"
+    for steps in (InitialSteps(least=-1.0), InitialSteps(most=float("inf")), InitialSteps(most=0.0, floor=0.0)):
+        with pytest.raises(ValueError, match=message):
+            MambaConfig(initial_steps=steps)
+    with pytest.raises(ValueError, match=message):
+        Mamba2Config.from_hf(ConfigReader({"time_step_min": 0.0, "time_step_floor": 0.0}))
     old = {"mamba_dt_max": 0.5, "mamba_dt_init_floor": 0.01, "mamba_n_groups": 2, "mamba_d_conv": 3}
     config = NemotronHConfig.from_hf(ConfigReader(old))
     assert (config.initial_steps, config.state_groups, config.conv_kernel) == (InitialSteps(0.001, 0.5, 0.01), 2, 3)
