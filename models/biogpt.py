@@ -1,4 +1,4 @@
-"""BioGPT: GPT-2 with scaled embeddings, and positions that are counted from the padding id.
+"""BioGPT: GPT-2 with scaled embeddings, and positions from the third row of their table on, as in OPT.
 
 Source: *BioGPT: Generative Pre-trained Transformer for Biomedical Text Generation and Mining* (arXiv:2210.10341).
 """
