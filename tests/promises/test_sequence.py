@@ -436,6 +436,19 @@ def test_what_a_loop_over_layers_saves_is_split_over_the_model_shards():
     assert trainer.plan.positions == ("60 in the residual stream: 8 model shards do not divide them, so each has all",)
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["gpt2_loss_in_chunks", "gpt2_own_chunks"])
+def test_a_loss_in_chunks_gathers_a_split_residual_stream_once(name):
+    """Before its loop over four chunks, and its gradient after it. In each iteration only sums are sent."""
+    trainer = make_trainer(name, 1, 8, compute=redeqx.Compute(remat="full", split_residual=True))
+    sent = collectives(Module.of(trainer.compile(TEXTS, batch_size=ROWS).as_text()))
+    in_loop = [each for each in sent if each.n_executions % 4 == 0]  # that over layers has two iterations
+    assert in_loop and {each.kind for each in in_loop} == {"all-reduce"}
+    once = [each for each in sent if each.n_executions == 1 and each.kind != "all-reduce" and len(each.shape) > 2]
+    stream = ("all-gather", (ROWS, SEQ, D))
+    assert [(each.kind, each.shape, each.is_backward) for each in once] == [(*stream, False), (*stream, True)]
+
+
 @pytest.mark.parametrize(
     "name", ["recurrence", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("vit", "linear_attention"))]
 )
