@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import redeqx
-from redeqx.machine import make_mesh, split_rows
+from redeqx.compiled import Module, collectives
+from redeqx.machine import describe, make_mesh, split_rows
 from redeqx.models.nn import MixtureOfExperts
 from redeqx.tracing import transformed
 from redeqx.transforms import GroupMatmuls
@@ -111,6 +112,31 @@ def test_values_and_gradients_are_those_of_one_device(fn, weights, shards):
         sent = f" = f32[{mesh.shape['model']},{n},{D}]"
         lines = [line for line in text.splitlines() if sent in line and " all-gather(" in line and "/while/" not in line]
         assert len(lines) == 4
+
+
+@pytest.mark.sweep
+def test_a_pass_sends_each_chosen_row_there_and_back_once():
+    """By TPUs: simulated devices gather the rows of all. With each row travels the weight of its choice, which TPUs pad to
+    128 numbers. The first pass takes all rows of a balanced routing; `collectives` leaves out the choices of the others."""
+    mesh, width = make_mesh(n_model_shards=4, devices=describe("v5e:2x2").devices), 2048
+    layer = eqx.filter_eval_shape(lambda: MixtureOfExperts(width, F, E, K, key=KEYS[0]))
+    weights, static = eqx.partition(layer, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    splits = [0 if leaf.ndim == 3 else None for leaf in jax.tree.leaves(weights)]  # by experts
+    fn = transformed(lambda p, x: jax.vmap(eqx.combine(p, static))(x)[0], [GroupMatmuls(mesh, splits)])
+
+    def placed(leaf, sharding):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    specs = [NamedSharding(mesh, P() if split is None else P("model")) for split in splits]
+    weights = jax.tree.map(placed, weights, jax.tree.unflatten(jax.tree.structure(weights), specs))
+    x = placed(jax.ShapeDtypeStruct((ROWS, T, width), jnp.float32), split_rows(mesh))
+    step = jax.jit(jax.value_and_grad(lambda p, x: jnp.square(fn(p, x)).mean(), (0, 1)))
+    sent = collectives(Module.of(step.lower(weights, x).compile().as_text()))
+    for is_backward in (False, True):
+        exchanges = [each for each in sent if "all-to-all" in each.kind and each.is_backward == is_backward]
+        of_rows = 2 * (ROWS * T * K // 4) * width * 4  # of a device's, there and back
+        assert of_rows <= sum(each.bytes * each.n_executions for each in exchanges) <= 1.05 * of_rows
+    assert all("all-to-all" in each.kind for each in sent if width in each.shape)
 
 
 class Model(eqx.Module):
