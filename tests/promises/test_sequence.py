@@ -422,6 +422,35 @@ def test_positions_are_split_in_the_program():
     assert f"f32[1,{SEQ},{2 * D}]" in texts[0] and f"f32[1,{SEQ},{2 * D}]" not in texts[1]  # the MLP's hidden values
 
 
+@pytest.mark.parametrize(
+    ("n_model", "n_fsdp", "n_sequence"),
+    [(2, 2, 1), *(pytest.param(*shards, marks=pytest.mark.sweep) for shards in ((1, 1, 1), (1, 8, 1), (2, 2, 2)))],
+)
+def test_without_sequence_shards_no_rule_of_positions_is_in_the_program(n_model, n_fsdp, n_sequence, monkeypatch):
+    """With these, it constrains values of rows and positions. Without, only weights, and it does not name the axis."""
+    texts = []
+
+    class Lowered(Exception):
+        """In place of the compilation."""
+
+    def record(self, *args, **kwargs):
+        texts.append(self.as_text())
+        raise Lowered
+
+    deployer = redeqx.Deployer(0, n_model, n_fsdp, n_sequence, verbose=False)
+    trainer = redeqx.Trainer(
+        deployer, model=model_of("equinox_attention"), optimizer=optax.sgd(RATE), collate_fn=collate_fn, loss_fn=next_token
+    )
+    monkeypatch.setattr(jax.stages.Lowered, "compile", record)
+    with pytest.raises(Lowered):
+        trainer.compile(TEXTS, batch_size=ROWS)
+    (text,) = texts
+    constrained = re.findall(r"sharding_constraint .*", text)
+    assert constrained  # of weights
+    assert any('"sequence"' in each for each in constrained) == (n_sequence > 1)
+    assert any(f"tensor<{ROWS}x{SEQ}x" in each for each in constrained) == (n_sequence > 1)
+
+
 @pytest.mark.sweep
 def test_what_a_loop_over_layers_saves_is_split_over_the_model_shards():
     """Its carries, of two layers and all rows. Lengths that do not divide stay whole, and the plan says so."""
