@@ -658,6 +658,18 @@ def test_the_plan_says_how_positions_are_computed(name, n, expected):
     assert not positions_of(name, 1).positions
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize(("n", "way"), [(4, "heads"), (8, "positions")])
+def test_the_header_says_whether_attention_is_split_by_heads(n, way, capsys):
+    """It has four heads."""
+    deployer = redeqx.Deployer(0, n_sequence_shards=n)
+    model = model_of("equinox_attention")
+    trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.sgd(0.1), collate_fn=collate_fn, loss_fn=next_token)
+    trainer.fit(TEXTS, n_epochs=1, batch_size=ROWS)
+    header = " ".join(capsys.readouterr().out.split())  # whose rows are wrapped
+    assert f" attention 1 fused (causal, in blocks of queries split by {way}) " in header
+
+
 def test_the_plan_says_that_windows_are_not_padded():
     def loss_fn(model, batch, key):
         return next_token(model, {"ids": batch["ids"][:, :-1]}, key)
