@@ -296,7 +296,7 @@ MISTAKES = {
             "torch.utils.data", "DataLoader", dataset=[], batch_size=32, batch_sampler=None, collate_fn=None, __iter__=None
         ),
     ),
-    "splits": lambda: fit(examples=type("DatasetDict", (dict,), {})(train=Rows(column_names=["x"]))),
+    "splits": lambda: fit(examples=type("DatasetDict", (dict,), {})(train=[{"x": 0}] * 4)),
     "columns": lambda: fit(examples=(np.ones((8, 4)), np.ones(8))),
     "columns of one shape": lambda: fit(examples=(np.ones((8, 4)), np.ones((8, 4)))),
     "columns of one shape and two kinds": lambda: fit(examples=[np.ones((8, 4)), np.ones((8, 4), np.int32)]),
