@@ -80,10 +80,10 @@ def batches(
     - `checks_end`: whether `check` is also called after the last step, with no rows and 0.
     - `depth`: the number of batches that are prepared ahead; with 0 there is no thread.
     """
-    if isinstance(use, RowUse):
-        work, head = _Pass(enumerate(steps), pool, size, mesh, check, use, is_update=not depth), []
-    else:
-        work = _Pass(enumerate(steps), pool, size, mesh, check, UNKNOWN, is_update=not depth)
+    is_known = isinstance(use, RowUse)
+    work = _Pass(enumerate(steps), pool, size, mesh, check, use if is_known else UNKNOWN, is_update=not depth)
+    head = []
+    if not is_known:
         Prefetch.pause_others()
         head = list(work.first(use))
     return Prefetch(work.every(head, checks_end=checks_end), depth)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 GIB = 2**30
-# That a program may use on the host for each device: libtpu 0.0.50 refuses more, for each generation from v4 to TPU7x and
-# whatever the machine has. XLA has no bound for GPUs, whose machines often have 128 to 256 GiB for each: the same is safe.
+# Bytes that a program may use on the host for each device. libtpu 0.0.50 refuses more, for each generation from v4 to TPU7x
+# and whatever the machine has. XLA has no bound for GPUs, whose machines often have 128 to 256 GiB for each.
 HOST_MEMORY = 128 * GIB
 _T, _G = 1e12, 1e9
 

@@ -39,8 +39,8 @@ class Functions:
 
     def gradient(self, *, is_only: bool = False) -> Callable[..., Any]:
         """Returns `(trained, frozen, state, batch, key, rows) -> ((total, weight, metrics, gradients of the total),
-        state)`. Where the verdict is no proof, they are those of the quotient, times the weight: a derivative of the user's
-        own, as one that clips, then takes the same gradient as in a hand-written step."""
+        state)`. Unless the verdict is exact, the gradient of `total / weight` is computed, and multiplied by the weight: a
+        derivative of the user's that is not linear, such as one that clips, then gets what a hand-written step gives it."""
         if self.task.grad_fn is not None:
             by_user = self._of_part(self.task.gradient(is_only=is_only), "grad_fn", is_only=is_only)
             return lambda trained, frozen, *rest: by_user([*trained, *frozen], *rest)
