@@ -18,7 +18,7 @@ from ..tracing import Env, insides, normal, scan_counts, variables
 from ._shards import Shards
 
 # Equations whose output is fused into what reads it, besides elementwise ones.
-_FUSED = {*VIEWS, "iota", "broadcast_in_dim", "reduce_precision", "name", "optimization_barrier"}
+_FUSED = {*VIEWS, "iota", "random_bits", "broadcast_in_dim", "reduce_precision", "name", "optimization_barrier"}
 _MAX_SOURCES = 8  # of a fused value. Few are read from more: a residual stream of many blocks is in memory in between
 
 

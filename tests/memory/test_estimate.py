@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import redeqx
 from redeqx.dry_run import DryRunDone
-from redeqx.machine import MODEL, make_mesh
+from redeqx.machine import FSDP, MODEL, make_mesh
 from redeqx.memory import estimated_bytes
 
 N, D, L = 64, 32, 5
@@ -40,6 +40,18 @@ def test_values_are_counted_while_they_are_live():
         return (z @ w + y).sum()
 
     assert peak(kept, (N, D), (D, D)) == 3 * PRODUCT
+
+
+def test_random_bits_are_made_where_they_are_read():
+    """Those of stochastic rounding, for example: no input says how they are split."""
+
+    def rounded(x, w):
+        y = x @ w
+        noise = jax.random.bits(jax.random.key(0), y.shape, jnp.uint16)
+        return (y + noise).astype(jnp.bfloat16).sum()
+
+    assert peak(rounded, (N, D), (D, D)) == PRODUCT
+    assert peak(rounded, (N, D), (D, D), specs=[P(FSDP), P()], mesh=(1, 4)) == PRODUCT // 4
 
 
 def test_a_long_residual_stream_is_in_memory():
