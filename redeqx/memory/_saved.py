@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core as jex
 
-from ..machine import HOST_MEMORY, MODEL, TPUS, Chip
+from ..machine import MODEL, TPUS, Chip
 from ..tracing import Env, insides, line_of, matmul_flops, restricted, variables
 from ._estimate import may_fuse
 from ._shards import Shards
@@ -97,11 +97,11 @@ class Loop:
         return self.n * self.again(self.saved.keys())
 
 
-def choose_saved(loops: Sequence[Loop], budget: float, chip: Chip, *, has_host: bool) -> list[Loop]:
-    """Chooses what the loops of a loss save, for a budget of bytes on one device. Carries that do not fit into it go to the
-    host, if this has a memory of its own (`has_host`) and room for them; otherwise they stay, and exceed it."""
+def choose_saved(loops: Sequence[Loop], budget: float, chip: Chip, host: float) -> list[Loop]:
+    """Chooses what the loops of a loss save, for a budget of bytes on one device, and one for it on its host, 0 if this has
+    no memory of its own. Carries that do not fit into the first go to the host, if it has room; otherwise they stay."""
     found = [replace(loop, saved={}, carry_in=KEPT) for loop in loops]
-    left, left_in_host = budget - sum(loop.n * loop.carry for loop in loops), HOST_MEMORY if has_host else 0
+    left, left_in_host = budget - sum(loop.n * loop.carry for loop in loops), host
     for i in sorted(range(len(loops)), key=lambda i: -loops[i].n * loops[i].carry):
         n_bytes = loops[i].n * loops[i].carry
         if left < 0 and n_bytes <= left_in_host:
@@ -117,14 +117,14 @@ def choose_saved(loops: Sequence[Loop], budget: float, chip: Chip, *, has_host: 
     return found
 
 
-def saved_at(loops: Sequence[Loop], level: str, chip: Chip, *, has_host: bool) -> list[Loop] | None:
+def saved_at(loops: Sequence[Loop], level: str, chip: Chip, host: float) -> list[Loop] | None:
     """Returns what loops save at a level of `Compute.remat`, whatever they saved before; None for `"none"`, where they save
-    more than the candidates."""
+    more than the candidates. `host` is as for `choose_saved`."""
     if level in ("matmuls", "full"):
         keys = [[each.key for each in loop.candidates if level == "matmuls"] for loop in loops]
         return [replace(loop, saved=dict.fromkeys(of, KEPT), carry_in=KEPT) for loop, of in zip(loops, keys, strict=True)]
     budget = 0 if level == "offload" else bytes_of(level)
-    return None if budget is None else choose_saved(loops, budget, chip, has_host=has_host)
+    return None if budget is None else choose_saved(loops, budget, chip, host)
 
 
 class Row(NamedTuple):
@@ -139,13 +139,15 @@ class Row(NamedTuple):
     why: str
 
 
-def describe_saved(loops: Sequence[Loop], chip: Chip, leaves: Collection[str]) -> list[Row]:
-    """Returns a row for each value that loops could save. `leaves` are the names of the model's leaves."""
+def describe_saved(loops: Sequence[Loop], roomy: Sequence[Loop], chip: Chip, leaves: Collection[str]) -> list[Row]:
+    """Returns a row for each value that loops could save. `roomy` is what they would save if the host had room for all of
+    it, `leaves` are the names of the model's leaves."""
     rows = []
-    for loop in loops:
+    for loop, other in zip(loops, roomy, strict=True):
         known, times = loop.saved.keys(), f"{loop.n} x " * (loop.n > 1)
         if loop.carry:
             why = "an iteration is computed again from it" + "; there is no room for it" * (loop.carry_in == HOST)
+            why += _NO_ROOM * (other.carry_in == HOST != loop.carry_in)
             what = f"{times}inputs of an iteration"
             rows.append(Row(_WORDS[loop.carry_in], loop.n * loop.carry, what, "", loop.line, why))
         for each in sorted(loop.candidates, key=lambda each, loop=loop: [*_WORDS].index(loop.choice(each))):
@@ -155,6 +157,8 @@ def describe_saved(loops: Sequence[Loop], chip: Chip, leaves: Collection[str]) -
             if chosen == HOST:
                 copy, whole = _milliseconds(each.n_bytes / chip.host), _milliseconds(loop.seconds / _REACHED)
                 why += f", {copy} to copy it; an iteration takes about {whole}"
+            elif chosen == AGAIN and other.choice(each) == HOST:
+                why += _NO_ROOM
             elif chosen == AGAIN and gain < 2 * each.n_bytes / chip.bandwidth:
                 why += ", no more than to write and to read it"
             elif chosen == AGAIN and known:
@@ -169,6 +173,7 @@ def share_again(loops: Sequence[Loop]) -> float:
     return sum(loop.seconds_again for loop in loops) / max(1e-12, sum(loop.n * loop.forward for loop in loops))
 
 
+_NO_ROOM = "; the host has no room for it"
 _WORDS = {KEPT: "kept", HOST: "in host memory", AGAIN: "computed again"}
 
 

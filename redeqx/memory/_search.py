@@ -13,7 +13,7 @@ from typing import Any
 from jax.extend import core as jex
 
 from ..dims import UNKNOWN, RowUse
-from ..machine import DEFAULT_CHIP, Chip
+from ..machine import DEFAULT_CHIP, HOST_MEMORY, Chip
 from ..tracing import matmul_flops
 from ._saved import KEPT, Loop, saved_at
 from ._strategy import AUTO, FIT, REMATS, Strategy, Tried, bytes_text, fastest, level_of, may_cut
@@ -120,14 +120,14 @@ class SearchSpace:
             yield from filter(None, [measure(strategy)])
             return
         loops = () if self.loops is None else self.loops(strategy)
-        room, everything = self._room(strategy, loops, known), self._kept(loops, "matmuls")
-        last = self._saved(loops, "full")
+        room, everything = self._room(strategy, loops, known), self._kept(loops, replace(strategy, remat="matmuls"))
+        last = self._saved(loops, replace(strategy, remat="full"))
         for _ in range(_N_TRIES):
             if room is None or room <= 0 or not everything or room >= everything:
                 return
-            level = bytes_text(room)
-            before, last = last, self._saved(loops, level)
-            tried = None if last == before else measure(replace(strategy, remat=level))
+            filling = replace(strategy, remat=bytes_text(room))
+            before, last = last, self._saved(loops, filling)
+            tried = None if last == before else measure(filling)
             if tried is None:
                 return
             yield tried
@@ -139,21 +139,27 @@ class SearchSpace:
         """Returns the bytes that a strategy leaves for what loops save: from a compiled one that differs in nothing else, or
         by an estimate."""
         for tried in reversed(known):
-            own = self._kept(loops, tried.strategy.remat) if replace(tried.strategy, remat=FIT) == strategy else None
+            own = self._kept(loops, tried.strategy) if replace(tried.strategy, remat=FIT) == strategy else None
             if own is not None:
                 return (1 - _MARGIN) * self.memory - (tried.needs - own)
         if self.estimate is None:
             return None
         full = replace(strategy, remat="full")
-        return (1 - _MARGIN) * self.memory - (self.estimate(full) - (self._kept(loops, "full") or 0))
+        return (1 - _MARGIN) * self.memory - (self.estimate(full) - (self._kept(loops, full) or 0))
 
-    def _kept(self, loops: Sequence[Loop], level: str) -> int | None:
-        """Returns the bytes that loops save on one device at a level of recomputation, if known."""
-        saved = self._saved(loops, level)
+    def _kept(self, loops: Sequence[Loop], strategy: Strategy) -> int | None:
+        """Returns the bytes that loops save on one device, if known."""
+        saved = self._saved(loops, strategy)
         return None if saved is None else sum(each.n_bytes(KEPT) for each in saved)
 
-    def _saved(self, loops: Sequence[Loop], level: str) -> Sequence[Loop] | None:
-        return saved_at(loops, level, self.chip or DEFAULT_CHIP, has_host=self.has_host)
+    def _saved(self, loops: Sequence[Loop], strategy: Strategy) -> Sequence[Loop] | None:
+        host = HOST_MEMORY - self._in_host(strategy) if self.has_host else 0
+        return saved_at(loops, strategy.remat, self.chip or DEFAULT_CHIP, host)
+
+    def _in_host(self, strategy: Strategy) -> float:
+        """Returns the bytes of the optimizer's state in host memory, for one device."""
+        n_stored = strategy.n_model_shards * strategy.n_fsdp_shards * strategy.n_sequence_shards
+        return self.opt_state / n_stored if strategy.offload_opt_state else 0
 
     def strategies(self) -> Iterator[Strategy]:
         """Yields all strategies that make the same update."""
@@ -229,7 +235,7 @@ class SearchSpace:
         # an all-reduce of the gradient's shards over the data axis.
         sent = (2 * weights + trained) * (n_stored - 1) / n_stored + 2 * trained / n_stored * (n_data - 1) / n_data
         seconds = matmul_seconds(self.flops[strategy.remat], chip, self.n_devices)
-        copied = 2 * self.opt_state / (n_model * n_stored) if strategy.offload_opt_state else 0
+        copied = 2 * self._in_host(strategy)
         return seconds + moved / chip.bandwidth + n_micro_batches * sent / chip.link + copied / chip.host
 
     def _is_ruled_out(self, strategy: Strategy, known: Sequence[Tried]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from jax.sharding import Mesh, PartitionSpec as P
 
 from ..errors import check_choice, check_flag
-from ..machine import DEFAULT_CHIP, MODEL, STORAGE_AXES, chip_of_kind
+from ..machine import DEFAULT_CHIP, HOST_MEMORY, MODEL, STORAGE_AXES, chip_of_kind
 from ..memory import AUTO, REMATS, bytes_of
 from ..tracing import Rule
 from ..transforms import Measure, RematLoops, UnrollLoops
@@ -90,15 +90,16 @@ class Compute:
         """The level of recomputation. By default everything but products is recomputed (tests/benchmarks/README.md)."""
         return AUTO if self.remat == "auto" else self.remat
 
-    def remats_on(self, mesh: Mesh, specs: Sequence[P], *, measures: bool) -> Rule | None:
+    def remats_on(self, mesh: Mesh, specs: Sequence[P], *, measures: bool, in_host: int) -> Rule | None:
         """Returns the rule for what loops save on the devices of a mesh, given the specs of the weights in use; None if they
-        save everything. If it `measures`, loops are measured at each level."""
+        save everything. If it `measures`, loops are measured at each level. `in_host` is as for `plan_rules`."""
         level, device = self.remat_level, mesh.devices.flat[0]
         chip = chip_of_kind(device.device_kind)
         if level == "none":
             return None
         by_value = bytes_of(level) is not None or (level == "offload" and chip is not None)  # else the bus is unknown
-        measure = Measure(mesh, chip or DEFAULT_CHIP, specs, device.platform != "cpu")
+        host = 0 if device.platform == "cpu" else HOST_MEMORY - in_host
+        measure = Measure(mesh, chip or DEFAULT_CHIP, specs, host)
         return RematLoops(level, measure if by_value or measures else None, by_value)
 
     def unroll_on(self, mesh: Mesh) -> UnrollLoops | None:

@@ -24,6 +24,7 @@ class Functions:
     plan: Plan
     named: bool = False  # as for `plan_rules`
     measures: bool = False  # whether `saved` is known at each level of recomputation
+    in_host: int = 0  # as for `plan_rules`
     saved: list[Loop] = field(default_factory=list, compare=False, repr=False)  # what each loop of the newest trace saves
 
     def whole(self, *args: PyTree, inference: bool) -> Rows:
@@ -65,7 +66,7 @@ class Functions:
                 return fn(*args[:4])
             return by_row(fn, self.task.row_use(*args[:4], inference=role == "evaluation"), is_all=is_all)(*args)
 
-        options = {"named": self.named, "measures": self.measures}
+        options = {"named": self.named, "measures": self.measures, "in_host": self.in_host}
         return with_rules(of_part, self.task.structure, self.plan, self.task.compute, role, saved=self.saved, **options)
 
 

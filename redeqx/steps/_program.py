@@ -182,7 +182,7 @@ def make_program(
     """Returns the program of a model and its state, given as arrays or shapes, under a plan. `named` and `measures` are as
     for `plan_rules`, `update` is that of another program of the same plan, which need not be traced again."""
     task.compute.precision.check(plan.mesh)
-    functions, structure, options = Functions(task, plan, named, measures), task.structure, task.compiler(plan.mesh).options
+    structure, options = task.structure, task.compiler(plan.mesh).options
     replicate = replicated(plan.mesh)
     trained, frozen = placed_shapes(structure, model, plan)
 
@@ -193,8 +193,10 @@ def make_program(
     traced, opt_tree = jax.make_jaxpr(init, return_shape=True)(trained)
     check_opt_state(opt_tree)
     opt_state = jax.tree.leaves(jax.tree.map(placed_shape, opt_tree, shardings_like(opt_tree, plan)))
-    if task.compute.offload_opt_state:  # scalars stay: copying them would take longer than using them
-        opt_state = [placed_shape(leaf, in_host(leaf.sharding)) if leaf.ndim else leaf for leaf in opt_state]
+    offloads = task.compute.offload_opt_state  # but for scalars: copying them would take longer than using them
+    bytes_in_host = shard_bytes([leaf for leaf in opt_state if leaf.ndim and offloads])
+    functions = Functions(task, plan, named, measures, bytes_in_host)
+    opt_state = [placed_shape(leaf, in_host(leaf.sharding)) if leaf.ndim and offloads else leaf for leaf in opt_state]
 
     def init_opt_state(trained: list[Array]) -> list[Array]:
         return [strong(leaf) for leaf in as_fun(traced)(*trained)]

@@ -59,10 +59,12 @@ def plan_rules(
     *,
     named: bool = False,
     measures: bool = False,
+    in_host: int = 0,
 ) -> list[Rule]:
     """Returns the rules on a function `(weights, state, batch, ...)`, in the order in which they apply. Which of them change
     anything on this mesh they say themselves. A `named` program names the weight of each operation, gathered or not, and
-    computes the same. `measures`: whether it becomes known what loops save at each level of recomputation."""
+    computes the same. `measures`: whether it becomes known what loops save at each level of recomputation. `in_host`: the
+    bytes of the optimizer's state in host memory, for each device."""
     mesh, names, is_trained = plan.mesh, structure.weights, role == "training"
     n_weights, is_cpu = len(names), mesh.devices.flat[0].platform == "cpu"
     splits, specs = tuple(map(plan.model_dim, names)), list(map(plan.spec_in_use, names))
@@ -70,7 +72,7 @@ def plan_rules(
     has_loss = role in ("training", "evaluation")
     in_loops: list[Rule | None] = []  # without a backward pass nothing is kept or recomputed
     if is_trained:
-        remats = compute.remats_on(mesh, specs, measures=measures)
+        remats = compute.remats_on(mesh, specs, measures=measures, in_host=in_host)
         n_trained = sum(math.prod(plan.leaves[name].shape) for name in structure.names[0])
         in_loops = [SplitVocabulary(mesh, n_trained), compute.unroll_on(mesh), remats]
     splits_residual = is_trained and compute.splits_residual_on(mesh)
@@ -114,7 +116,7 @@ def with_rules(
     role: Role,
     *,
     saved: list[Loop] | None = None,
-    **options: bool,
+    **options: Any,
 ) -> Callable[..., Any]:
     """Returns a function `(weights, state, batch, ...)` under the rules; `saved` receives what each loop saves, where that
     is chosen by value."""

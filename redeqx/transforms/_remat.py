@@ -47,12 +47,12 @@ _PRODUCTS = {*PRODUCTS, "pallas_call"}
 @dataclass(frozen=True)
 class Measure:
     """What it takes to measure what the loops of a function of weights, a state, a batch, and others could save: `specs` of
-    the weights as they are used, and whether values may go to the memory of the host."""
+    the weights as they are used, and the bytes of the host's memory that values may take for each device."""
 
     mesh: Mesh
     chip: Chip
     specs: Sequence[P | None]
-    has_host: bool = True
+    host: float = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +113,7 @@ def with_remats(fn: Callable[..., Any], rules: Sequence[Rule], saved: list[Loop]
         noting = replace(own, remat_of=_noting(replace(measure, specs=specs), noted))
         under = [noting if rule is own else rule for rule in rules]
         jax.eval_shape(lambda *flat: interpret(traced, flat, under), *shapes_in(traced))
-        chosen = saved_at(noted, own.level, measure.chip, has_host=measure.has_host) or ()
+        chosen = saved_at(noted, own.level, measure.chip, measure.host) or ()
         if saved is not None:
             saved[:] = chosen
         return [replace(own, saved=chosen) if rule is own else rule for rule in rules]

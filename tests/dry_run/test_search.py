@@ -171,3 +171,27 @@ def test_loop_inputs_are_offloaded_to_the_host():
     input_bytes = 8 * 2**14 * 16 * 4  # the inputs of 8 blocks, in float32
     assert steps["full"].host_bytes == 0 and steps["offload"].host_bytes >= 2 * 2 * input_bytes
     assert found["offload"].estimate.host > 0 and "copied to and from the host a device" in str(found["offload"])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is an extra")
+def test_loops_leave_room_for_the_optimizers_state_in_host_memory():
+    """It takes 126 of 128 GiB for each device, so the inputs of 8 blocks, 4 GiB, stay on the device."""
+    n, hidden = 2**14, 63 * 2**10
+
+    def loss_fn(weights, batch, key):
+        del key
+        layer = lambda x, w: (jnp.tanh(x + jax.nn.relu(x @ w[0]) @ w[1]), None)  # noqa: E731
+        return jax.lax.scan(layer, jnp.repeat(batch, n, axis=1), weights)[0].mean()
+
+    found = {}
+    with described("v5e:2x2"):
+        deployer = redeqx.Deployer(verbose=False)
+        model = deployer.init(lambda: (jnp.zeros((8, n, hidden)), jnp.zeros((8, hidden, n))))
+        for offload in (False, True):
+            compute = redeqx.Compute(remat="offload", offload_opt_state=offload)
+            options = {"optimizer": optax.adam(0.1), "collate_fn": np.stack, "loss_fn": loss_fn, "compute": compute}
+            trainer = redeqx.Trainer(deployer, model=model, **options)
+            run = trainer.dry_run(np.zeros((2**15, 1), np.float32), 2**13, search="none", optimization="none")
+            assert run.in_host // 2**30 == 126 * offload
+            found[offload] = (run.saved[0].carry_in, "the host has no room for it" in " ".join(str(run).split()))
+    assert found == {False: ("host", False), True: ("kept", True)}

@@ -9,7 +9,7 @@ import pytest
 
 import redeqx
 from redeqx.dims import RowUse
-from redeqx.machine import TPUS, make_mesh
+from redeqx.machine import HOST_MEMORY, TPUS, make_mesh
 from redeqx.memory import Candidate, Loop, SearchSpace, Strategy, Tried, fastest, saved_at
 
 GIB = 2**30
@@ -305,9 +305,9 @@ def one_loop(strategy):
 def test_what_a_loop_saves_does_not_depend_on_what_it_saved_before(level):
     """A search asks for several levels of the same loops."""
     loops = one_loop(OWN)
-    before = saved_at(loops, "0KiB", V5E, has_host=True)
+    before = saved_at(loops, "0KiB", V5E, HOST_MEMORY)
     assert before[0].carry_in == "host"
-    assert saved_at(before, level, V5E, has_host=True) == saved_at(loops, level, V5E, has_host=True)
+    assert saved_at(before, level, V5E, HOST_MEMORY) == saved_at(loops, level, V5E, HOST_MEMORY)
 
 
 @pytest.mark.parametrize("n, carry_in, in_host", [(60, "host", 3), (120, "host", 2), (250, "host", 1), (600, "kept", 0)])
@@ -316,7 +316,7 @@ def test_loops_put_no_more_into_host_memory_than_a_program_may_use(n, carry_in, 
     (loop,) = one_loop(OWN)
     candidates = [dataclasses.replace(each, seconds_left=1e9) for each in loop.candidates]
     loop = dataclasses.replace(loop, n=n, seconds=1e9, candidates=candidates)
-    (saved,) = saved_at([loop], "0KiB", V5E, has_host=True)
+    (saved,) = saved_at([loop], "0KiB", V5E, HOST_MEMORY)
     assert saved.carry_in == carry_in and len(saved.keys("host")) == in_host
     assert saved.n_bytes("host") <= 128 * GIB
 
@@ -343,12 +343,25 @@ def test_bytes_for_what_loops_save_are_those_that_are_left(memory, hidden, found
     def needs(strategy):
         if strategy.remat == "none":
             return 30 * GIB
-        saved = saved_at(one_loop(strategy), strategy.remat, V5E, has_host=True)
+        saved = saved_at(one_loop(strategy), strategy.remat, V5E, HOST_MEMORY)
         kept = sum(each.n_bytes("kept") for each in saved)
         return 15 * GIB + kept + int(hidden * GIB) * (strategy.remat != "matmuls" and kept > GIB)
 
     compiled = tried_strategies(of, needs, to_fastest=False)
     assert [each.strategy.remat for each in compiled] == found and compiled[-1].fits
+
+
+@pytest.mark.parametrize("in_host, found", [(0, ["none", "matmuls", "595.9MiB"]), (127.5, ["none", "matmuls", "full"])])
+def test_a_search_knows_that_the_optimizers_state_is_in_host_memory_too(in_host, found):
+    """The carry, of one GiB, goes there only if there is room for it."""
+    flops = {level: FLOPS["full" if level == "full" else "matmuls"] for level in ("none", "matmuls", "fit", "full")}
+    of = space(
+        own=dataclasses.replace(OWN, offload_opt_state=True), opt_state=int(in_host * GIB), n_devices=1, flops=flops,
+        loops=one_loop, is_running=True, rows=RowUse("mixed"), memory=int(15.9 * GIB),
+    )  # fmt: skip
+    needs = {"none": 30 * GIB, "matmuls": 20 * GIB, "full": 16 * GIB}
+    compiled = tried_strategies(of, lambda strategy: needs.get(strategy.remat, 15 * GIB), to_fastest=False)
+    assert [each.strategy.remat for each in compiled] == found
 
 
 def test_bytes_that_save_nothing_else_are_not_compiled():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from redeqx.machine import MODEL, TPUS, make_mesh
+from redeqx.machine import HOST_MEMORY, MODEL, TPUS, make_mesh
 from redeqx.memory import share_again
 from redeqx.tracing import matmul_flops, transformed
 from redeqx.transforms import FuseAttention, GroupMatmuls, Measure, RematLoops, StackBlocks, with_remats
@@ -61,12 +61,12 @@ def plain_gradient():
     return jax.jit(plain)(*make_args()), matmul_flops(jax.make_jaxpr(plain)(*make_args()).jaxpr)["float32"]
 
 
-def chosen(budget, chip=CHIP, has_host=False, mesh=(1, 1), splits=None):
+def chosen(budget, chip=CHIP, host=0, mesh=(1, 1), splits=None):
     """Returns what the loop saves, and the gradient of the loss under this choice."""
     mesh = make_mesh(*mesh, jax.devices()[: mesh[0] * mesh[1]])
     specs = [splits[name] if splits else P() for name in sorted(SHAPES)]
     saved = []
-    rule = RematLoops(f"{budget}B", Measure(mesh, chip, specs, has_host), by_value=True)
+    rule = RematLoops(f"{budget}B", Measure(mesh, chip, specs, host), by_value=True)
     grad = jax.grad(with_remats(loss, [rule, FuseAttention()], saved))
     return saved, grad, jax.make_jaxpr(grad)(*make_args())
 
@@ -116,7 +116,7 @@ def test_no_more_than_the_forward_pass_is_computed_again():
 
 @pytest.mark.parametrize("chip, in_host", [(CHIP, 6), (BUSY_BUS, 6), (BUSY_BUS_OF_GPU, 5), (SLOW_BUS, 2)])
 def test_host_takes_what_the_bus_copies_in_time(chip, in_host):
-    saved, grad, jaxpr = chosen(0, chip, has_host=True)
+    saved, grad, jaxpr = chosen(0, chip, HOST_MEMORY)
     (loop,) = saved
     assert loop.carry_in == "host" and len(sizes(saved, "host")) == in_host and not sizes(saved, "kept")
     assert sum(sizes(saved, "host")) + loop.carry <= chip.host * loop.seconds * 1.5
@@ -133,7 +133,7 @@ def test_equal_blocks_follow_the_same_policy(budget, kept):
     weights, _, x = make_args()
     layers = [{name: w[i % L] for name, w in weights.items()} for i in range(4)]
     mesh, saved = make_mesh(1, 1, jax.devices()[:1]), []
-    rule = RematLoops(f"{budget}B", Measure(mesh, CHIP, [P()] * 4 * len(SHAPES), has_host=False), by_value=True)
+    rule = RematLoops(f"{budget}B", Measure(mesh, CHIP, [P()] * 4 * len(SHAPES), 0), by_value=True)
     stacking, fusing = StackBlocks([name for _ in layers for name in sorted(SHAPES)]), FuseAttention()
     grad = jax.grad(with_remats(unrolled, [stacking, rule, fusing], saved))
     stacked, plain = (jax.grad(transformed(unrolled, rules)) for rules in ([stacking, fusing], [fusing]))
@@ -159,7 +159,7 @@ def test_grouped_matmuls_that_devices_share_are_saved():
         return jax.lax.scan(layer, x, weights)[0].sum()
 
     found = []
-    remats = RematLoops("16MiB", Measure(mesh, CHIP, [P(), P()], has_host=False), by_value=True)
+    remats = RematLoops("16MiB", Measure(mesh, CHIP, [P(), P()], 0), by_value=True)
     fn = with_remats(loss, [remats, GroupMatmuls(mesh, (3, 2))], found)
     jax.make_jaxpr(jax.grad(fn))((up, down), (), x)
     (loop,) = found
