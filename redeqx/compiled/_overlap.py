@@ -90,13 +90,13 @@ class _Replay:
         owns = list(map(self._collective_of, schedule))
         taking_part = Counter(owns)
         for line, own in zip(schedule, owns, strict=True):
-            is_done = line.opcode.endswith("-done") or "-done" in line.name
+            is_start, is_done = (line.opcode.endswith(end) or end in line.name for end in ("-start", "-done"))
             if line.opcode == "call-start" and not line.operands:
                 continue  # the SparseCores get ready: they send when a `call-update` has the operands
             if own is not None and not is_done and all(each.name != own for each in queue) and own not in self.exposed:
                 queue.append(_Sent(own, self._seconds[own]))
                 # A fusion that alone has the collective sends all of it before it ends, as libtpu's sums of gradients.
-                if not line.opcode.endswith("-start") and taking_part[own] == 1:
+                if not is_start and taking_part[own] == 1:
                     self._await(own, queue)
                     continue
             if own is not None and not is_done:
