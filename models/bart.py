@@ -51,6 +51,7 @@ from .nn import (
     normal_attention,
     normal_embedding,
     normal_mlp,
+    times,
 )
 
 # Alternative names of keys, which transformers accepts too.
@@ -312,7 +313,7 @@ class Bart(EncoderDecoder, Pretrained):
 
     def _embed(self, ids: Int[Array, " seq"]) -> Float[Array, "seq d"]:
         x = super()._embed(ids)
-        return x * self.config.d_model**0.5 if self.config.is_scaled else x
+        return times(x, self.config.d_model**0.5) if self.config.is_scaled else x
 
     @staticmethod
     def weight_map(config: BartConfig) -> WeightMap:

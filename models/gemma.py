@@ -61,6 +61,7 @@ class GemmaConfig(DecoderConfig):
     pad_token_id: int | None = 0
 
     model_type = "gemma"
+    rounds_embedding_scale = True
     # Old files say "gelu", for which transformers computes the approximation, too.
     rows = rows(
         Field("hidden_act", "activation", TEXT, load=lambda value, known: "gelu_pytorch_tanh" if value == "gelu" else value),

@@ -85,7 +85,7 @@ class MlpAndExperts(eqx.Module):
         - `stream`: the residual stream.
         - `mask`: False for padding, which experts do not count; None for all.
         """
-        routed_by = norm(self.router_norm, stream) * stream.shape[-1] ** -0.5
+        routed_by = times(norm(self.router_norm, stream), stream.shape[-1] ** -0.5)
         mixed, routing = self.experts(norm(self.experts_norm, stream), mask=mask, routed_by=routed_by)
         return norm(self.mlp_post_norm, self.mlp(x)) + norm(self.experts_post_norm, mixed), routing
 

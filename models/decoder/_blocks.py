@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from ..nn import Cache, embed, linear, normal_embedding, normal_linear
+from ..nn import Cache, embed, linear, normal_embedding, normal_linear, times
 from ._block import Block, Carry
 from ._config import DecoderConfig
 from ._layers import Layers, different
@@ -97,5 +97,5 @@ class LayerInputs(eqx.Module):
         split = "seq (layers size) -> layers seq size"
         own = rearrange(embed(self.embedding, ids), split, layers=self.n_layers)
         own = own * jnp.asarray(own.shape[-1] ** 0.5, own.dtype)
-        projected = rearrange(linear(self.projection, x) * x.shape[-1] ** -0.5, split, layers=self.n_layers)
-        return (jax.vmap(jax.vmap(self.norm))(projected) + own) * 2**-0.5
+        projected = rearrange(times(linear(self.projection, x), x.shape[-1] ** -0.5), split, layers=self.n_layers)
+        return times(jax.vmap(jax.vmap(self.norm))(projected) + own, 2**-0.5)

@@ -247,6 +247,7 @@ class DecoderConfig(FolderConfig):
     scales_residual: ClassVar[bool] = False  # initial weights that add to the residual stream: by 1 / sqrt(2 * n_layers)
     position_scale: ClassVar[float] = 1.0  # initial weights of learned positions
     zeroes_padding: ClassVar[bool] = False  # whether the initial embedding of padding is 0
+    rounds_embedding_scale: ClassVar[bool] = False  # to the dtype of the embedding, before the product
     window_period: ClassVar[int | None] = None  # the n of "every n-th layer has no window"
     unrotated_period: ClassVar[int | None] = None  # the same for rotary positions
     mixer_activation: ClassVar[str | None] = None  # after the convolutions of a mixer; None for that of the MLP

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
@@ -37,6 +38,7 @@ from ..nn import (
     normal_linear,
     rotation,
     soft_cap,
+    times,
     token_positions,
 )
 from ._block import Angles, Block, apply
@@ -204,8 +206,7 @@ class Decoder(Pretrained):
         with jax.named_scope("head"):
             logits = hidden @ self.embedding.weight.T if self.head is None else linear(self.head, hidden)
             logits = logits if self.head_bias is None else logits + self.head_bias
-            logits = logits if self.config.logit_divisor == 1 else logits / self.config.logit_divisor
-            return soft_cap(logits, self.config.logit_cap)
+            return soft_cap(times(logits, 1 / self.config.logit_divisor), self.config.logit_cap)
 
     def routed(
         self,
@@ -283,7 +284,7 @@ class Decoder(Pretrained):
         with jax.named_scope("embedding"):
             x = embed(self.embedding, ids) if ids.ndim == 1 else ids
             scale = config.d_model**0.5 if config.embedding_scale is None else config.embedding_scale
-            x = x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+            x = times(x, float(np.asarray(scale, x.dtype)) if config.rounds_embedding_scale else scale)
             x = x if self.project_in is None else linear(self.project_in, x)
             x = apply(self.embedding_norm, x)
             if self.positions is not None:

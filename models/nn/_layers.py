@@ -87,8 +87,9 @@ def soft_cap(x: Float[Array, "*dims"], cap: float | None) -> Float[Array, "*dims
 
 
 def times(x: Float[Array, "*dims"], factor: float) -> Float[Array, "*dims"]:
-    """Returns the product; `x` itself for a factor of 1."""
-    return x if factor == 1 else x * factor
+    """Returns the product, rounded once; `x` itself for a factor of 1. In `x * factor`, JAX rounds the factor, too, to the
+    dtype of `x`; torch does not."""
+    return x if factor == 1 else (x.astype(at_least_float32(x.dtype)) * factor).astype(x.dtype)
 
 
 def embed(layer: eqx.nn.Embedding, ids: Int[Array, " seq"]) -> Float[Array, "seq d"]:

@@ -33,6 +33,7 @@ from ..nn import (
     norm,
     normal_embedding,
     normal_linear,
+    times,
     token_mask,
 )
 from ._config import T5Config
@@ -232,7 +233,7 @@ class T5(EncoderDecoder, Pretrained):
         """Returns the logits of the next tokens, from hidden states."""
         with jax.named_scope("head"):
             if self.config.is_scaled:
-                hidden = hidden * self.config.d_model**-0.5
+                hidden = times(hidden, self.config.d_model**-0.5)
             return hidden @ self.embedding.weight.T if self.head is None else linear(self.head, hidden)
 
     @property

@@ -483,6 +483,32 @@ def test_old_files_say_how_many_dims_of_a_head_are_rotary():
 
 # --- experts ----------------------------------------------------------------------------------------------------------
 
+def _embedded(model, ids):
+    """Returns the input of the first layer."""
+    unchanged = lambda carry, *args, **kwargs: carry  # noqa: E731
+    stacks = ("stack", *(["first"] if model.first is not None else []))
+    for name in stacks:
+        model = eqx.tree_at(lambda m, name=name: getattr(m, name), model, unchanged)
+    return eqx.tree_at(lambda m: m.norm, model, None).hidden(ids)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma4", "afmoe", "granite"])
+def test_only_gemmas_round_the_scale_of_embeddings(name, tmp_path):
+    """To bfloat16, before the product. As transformers, others round the product alone."""
+    golden = json.loads((GOLDEN / f"{name}.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**golden["config"], "embedding_multiplier": 4.9}))
+    fill(tmp_path / "model.safetensors", golden["tensors"])
+    model, config = from_pretrained(tmp_path, dtype=jnp.bfloat16)
+    scale = np.float32(config.d_model**0.5 if config.embedding_scale is None else config.embedding_scale)
+    rounded = np.float32(scale.astype(jnp.bfloat16))
+    assert rounded != scale
+    rows = np.asarray(model.embedding.weight, np.float32)
+    wanted, other = ((rows * x).astype(jnp.bfloat16) for x in ((rounded, scale) if "gemma" in name else (scale, rounded)))
+    found = np.asarray(_embedded(model, jnp.arange(len(rows))))
+    np.testing.assert_array_equal(found, wanted)
+    assert (found != other).any()
+
+
 
 @pytest.mark.sweep
 def test_what_routers_did_comes_with_the_hidden_states():

@@ -3,6 +3,8 @@
 import fnmatch
 import json
 
+import equinox as eqx
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -53,6 +55,33 @@ def test_outputs_tokens_and_folders(case, tmp_path):
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     with torch.no_grad():
         np.testing.assert_allclose(case.run(again.eval(), case.inputs).numpy(), expected, rtol=1e-6, atol=1e-6)
+
+
+SCALED = ("gemma", "gemma2", "gemma3", "gemma4", "vaultgemma", "afmoe", "biogpt", "granite", "falcon-h1")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in SCALED], ids=lambda case: case.name)
+def test_embeddings_in_bfloat16(case, tmp_path):
+    """A scale is rounded where transformers rounds it."""
+    import torch
+
+    module = torch_folder(case, tmp_path).bfloat16()
+    layers = next(part for part in module.modules() if isinstance(part, torch.nn.ModuleList))
+    seen = []
+
+    def see(_, args, kwargs):
+        seen.append((*args, *kwargs.values())[0])
+        raise StopIteration
+
+    layers[0].register_forward_pre_hook(see, with_kwargs=True)
+    with torch.no_grad(), pytest.raises(StopIteration):
+        module(torch.tensor(case.inputs["ids"][:1]).long())
+    model, _ = from_pretrained(tmp_path, dtype="bfloat16")
+    stacks = [name for name in ("first", "stack") if getattr(model, name) is not None]
+    for name in stacks:
+        model = eqx.tree_at(lambda m, name=name: getattr(m, name), model, lambda carry, *args, **kwargs: carry)
+    found = eqx.tree_at(lambda m: m.norm, eqx.nn.inference_mode(model), None).hidden(jnp.asarray(case.inputs["ids"][0]))
+    np.testing.assert_array_equal(np.asarray(found, np.float32), seen[0][0].float().numpy())
 
 
 STATES = ("bamba", "falcon-h1", "granite-4-h", "jamba", "mamba2", "gpt-bigcode")

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from redeqx.models.gpt2 import GPT2, GPT2Config
-from redeqx.models.nn import embed, linear, norm, normal_embedding, normal_linear
+from redeqx.models.nn import embed, linear, norm, normal_embedding, normal_linear, times
 from redeqx.optimizers import decay_mask
 from tests._tree import named_leaves
 
@@ -34,6 +34,14 @@ def test_norm_and_embed_apply_the_layers_row_by_row():
     np.testing.assert_array_equal(x, jax.vmap(table)(ids))
     np.testing.assert_allclose(norm(layer, x), jax.vmap(layer)(x))
     assert np.isnan(embed(table, jnp.array([7, -1, -100]))).all()  # -1 is not the last row
+
+
+def test_a_factor_is_not_rounded_to_the_dtype_of_an_array():
+    x = jnp.arange(1, 200, dtype=jnp.bfloat16)
+    found = times(x, 0.22)
+    assert found.dtype == jnp.bfloat16 and times(x, 1.0) is x
+    np.testing.assert_array_equal(found, (np.asarray(x, np.float32) * np.float32(0.22)).astype(jnp.bfloat16))
+    assert (found != x * 0.22).any()
 
 
 def test_normal_layers_have_the_given_standard_deviation():
