@@ -62,9 +62,9 @@ def _check_attention(config: Any) -> None:
 
 
 def _check_layers(config: Any) -> None:
-    if config.n_dense >= config.n_layers:
+    if config.n_dense > config.n_layers:
         raise ValueError(
-            f"`n_dense`: expected less than `n_layers`={config.n_layers}, got {config.n_dense}. Experts are in the others."
+            f"`n_dense`: expected at most `n_layers`={config.n_layers}, got {config.n_dense}. Experts are in the others."
         )
     known = ("attention", "mixer", "mlp", "experts")
     if config.parts is not None and (len(config.parts) != config.n_layers or not set(config.parts) <= set(known)):

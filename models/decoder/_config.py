@@ -358,6 +358,11 @@ class DecoderConfig(FolderConfig):
         return tuple(not self.n_experts or i < self.n_dense or i not in has for i in range(self.n_layers))
 
     @property
+    def n_first(self) -> int:
+        """The number of layers without experts that are a stack of their own; 0 if all are without."""
+        return self.n_dense if self.n_dense < self.n_layers else 0
+
+    @property
     def rank(self) -> int:
         """The width of the vector that steps of a Mamba-1 are computed from."""
         return -(-self.d_model // 16) if self.step_rank is None else self.step_rank

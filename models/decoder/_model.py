@@ -106,12 +106,12 @@ class Decoder(Pretrained):
         self.embedding_norm = make_norm(config, d) if config.has_embedding_norm else None
         self.dropout = eqx.nn.Dropout(config.embedding_dropout)
         self.layer_inputs = LayerInputs(config, key=jax.random.fold_in(key, 4)) if config.d_layer_input else None
-        n_dense, first_key = config.n_dense, jax.random.fold_in(stack_key, 1)
+        n_first, first_key = config.n_first, jax.random.fold_in(stack_key, 1)
         if config.by_kind:
             self.first, self.stack = self._stacks_of_kinds(config, stack_key, first_key)
         else:
-            self.first = self._stack(config, 0, n_dense, first_key) if n_dense else None
-            self.stack = self._stack(config, n_dense, config.n_layers - n_dense, stack_key)
+            self.first = self._stack(config, 0, n_first, first_key) if n_first else None
+            self.stack = self._stack(config, n_first, config.n_layers - n_first, stack_key)
         self.norm = make_norm(config, d) if config.has_final_norm and config.norm_places != "sum" else None
         self.project_out = project(d, width, key=jax.random.fold_in(key, 3)) if width != d else None
         has_own = config.has_head and not config.is_tied

@@ -294,9 +294,9 @@ def _stacks(config: Any) -> list[tuple[str, int, int, int]]:
             for stack, first, n, period in groups
             for i in range(period)
         ]
-    n_dense = config.n_dense
+    n_first = config.n_first
     found = []
-    for stack, first, n_layers in (("first", 0, n_dense), ("stack", n_dense, config.n_layers - n_dense)):
+    for stack, first, n_layers in (("first", 0, n_first), ("stack", n_first, config.n_layers - n_first)):
         n = len(config.kinds(first, n_layers)) if n_layers else 0
         if n < 2:
             found.append((f"{stack}.blocks.", first, n_layers, 1))

@@ -273,7 +273,7 @@ def test_presets_have_the_published_number_of_parameters(cls):
         (Glm4Moe, {"num_nextn_predict_layers": 2}, r"`num_nextn_predict_layers`: expected 0 or 1, .* got 2"),
         (Glm4MoeLite, {"mlp_layer_types": ["sparse", "dense"]}, r"`mlp_layer_types`: expected dense layers, and then"),
         (DeepseekV3, {"num_nextn_predict_layers": 2}, r"`num_nextn_predict_layers`: expected 0 or 1, .* got 2"),
-        (DeepseekV3, {"first_k_dense_replace": 61}, r"`first_k_dense_replace`: expected less than `num_hidden_layers`=61"),
+        (DeepseekV3, {"first_k_dense_replace": 62}, r"`first_k_dense_replace`: expected at most `num_hidden_layers`=61"),
         (Ernie4_5Moe, {"moe_layer_interval": 2}, r"`moe_layer_interval`: expected 1, .* got 2"),
         (Qwen3Moe, {"decoder_sparse_step": 2}, r"`decoder_sparse_step`: expected 1, .* got 2"),
         (Qwen3Next, {"mlp_only_layers": [1]}, r"`mlp_only_layers`: expected the first layers, .* got \[1\]"),
@@ -455,11 +455,13 @@ def test_configs_of_scalings_are_read_as_written():
     assert Phi.config_class.from_hf(ConfigReader(config.to_hf())) == config
 
 
-@pytest.mark.parametrize("cls", [ApertusConfig, CwmConfig, GptOssConfig])
+@pytest.mark.parametrize("cls", [ApertusConfig, CwmConfig, GptOssConfig, Ministral3.config_class, Mistral4.config_class])
 def test_a_scaling_of_null_is_that_of_the_family(cls):
-    """As in transformers; the type "default" has none."""
+    """As in transformers; the type "default" has none, and no growth of queries."""
     for key in ("rope_scaling", "rope_parameters"):
         assert cls.from_hf(ConfigReader({key: None})).rope_scaling == cls().rope_scaling is not None
+    if cls().query_growth:
+        return
     assert cls.from_hf(ConfigReader({"rope_parameters": {"rope_type": "default"}})).rope_scaling is None
 
 
@@ -480,8 +482,6 @@ def test_old_files_say_how_many_dims_of_a_head_are_rotary():
     )
     assert MiniMaxM2Config.from_hf(ConfigReader(config.to_hf())) == config
 
-
-# --- experts ----------------------------------------------------------------------------------------------------------
 
 def _embedded(model, ids):
     """Returns the input of the first layer."""
@@ -508,6 +508,8 @@ def test_only_gemmas_round_the_scale_of_embeddings(name, tmp_path):
     np.testing.assert_array_equal(found, wanted)
     assert (found != other).any()
 
+
+# --- experts ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sweep
