@@ -17,7 +17,12 @@ from ._positions import (
     Positions as Positions,
     positions_of as positions_of,
 )
-from ._relations import ORDERED as ORDERED, REDUCTIONS as REDUCTIONS, is_elementwise as is_elementwise
+from ._relations import (
+    CUMULATIVE as CUMULATIVE,
+    ORDERED as ORDERED,
+    REDUCTIONS as REDUCTIONS,
+    is_elementwise as is_elementwise,
+)
 from ._split_rows import Spread as Spread, spread as spread
 from ._use import (
     UNKNOWN as UNKNOWN,

@@ -18,8 +18,9 @@ Relation = Callable[[Inference, Any, Sequence[Value]], Outs]
 
 # Reductions over dims, whose result does not depend on the order of the entries. Not of indices, as `argmax`.
 REDUCTIONS = tuple(f"reduce_{of}" for of in ("sum", "max", "min", "prod", "and", "or", "xor"))
+CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 # What depends on the order of the entries of a dim, besides reversals.
-ORDERED = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort")
+ORDERED = (*CUMULATIVE, "sort")
 
 
 def relation_of(eqn: Any) -> Relation:

@@ -2,12 +2,12 @@
 
 from jax.sharding import Mesh
 
-from ..dims import ATTENTION, BY_KEYS, CHUNKS, RECURRENCE, Along, Inputs, positions_of
+from ..dims import ATTENTION, BY_KEYS, CHUNKS, CUMULATIVE, RECURRENCE, Along, Inputs, positions_of
 from ..machine import SEQUENCE
 from ..tracing import Trace, shortened
 
 # Operations that need all positions, by the names of their primitives.
-_OF_ALL = ("cumsum", "sort", "fft", "reduce_window_sum", "reduce_window_max", "reduce_window_min")
+_OF_ALL = ("sort", "fft", "reduce_window_sum", "reduce_window_max", "reduce_window_min")
 
 
 def inputs_of(trace: Trace, n_state: int = 0) -> Inputs:
@@ -52,10 +52,15 @@ def _sentence(each: Along, n: int) -> str:
     elif is_loop or (each.chunked is not None and not divides):
         why = "" if is_loop or not each.chunked else f"{n} devices do not divide the {each.chunked[0]} chunks, so "
         how = f"{why}each device computes all of them, for its part of the rows if these divide"
+    elif each.what == BY_KEYS and each.chunked is None:
+        how = (
+            "each device sorts all keys, of its part of the rows if these divide; "
+            "tokens for `ragged_dot` stay on their devices, other values are sent"
+        )
     elif divides:
-        sends_edges = each.chunked is None and (each.has_windows or each.what == "slice")  # that of an associative scan
-        sent = "the keys" if each.what == BY_KEYS else "each other the edges" if sends_edges else ""
-        how = f"split over {n} devices{', which send ' * bool(sent)}{sent}"
+        sends_edges = each.has_windows or each.what == "slice"  # that of an associative scan
+        sent = "" if each.chunked is not None else "totals" if each.what in CUMULATIVE else "edges" if sends_edges else ""
+        how = f"split over {n} devices{', which send each other the ' * bool(sent)}{sent}"
     elif each.in_batch % n or each.has_windows or (each.is_given and each.what == ATTENTION):
         how = f"{n} devices do not divide them, so each computes all of them, for its part of the rows if these divide"
     else:

@@ -9,12 +9,13 @@ Where a reshape makes chunks of positions, each device computes some of the chun
 chunks of a part of the rows, if these divide.
 
 A loop over positions, such as a recurrence, cannot be split along them: each device computes all positions of a part of the
-rows, if the rows divide. Else it computes all rows, or of a loop over chunks of positions a part of each chunk. Running sums
-and sorts, for which XLA would gather all positions of all rows, are computed by rows likewise. So are products of values
-without positions, as of an image, or of a batch whose positions do not divide, and those with the buffers of experts by the
-places in these, if the rows do not divide.
+rows, if the rows divide. Else it computes all rows, or of a loop over chunks of positions a part of each chunk. Sorts, for
+which XLA would gather all positions of all rows, are computed by rows likewise. So are products of values without positions,
+as of an image, or of a batch whose positions do not divide, and those with the buffers of experts by the places in these, if
+the rows do not divide. Running sums and other cumulative operations are computed by parts (`_cumulative.py`).
 
-Cost: attention sends keys and values once a pass; slices, edges, recurrences and sorts send their operands.
+Cost: attention sends keys and values once a pass; recurrences and sorts send their operands, slices edges, and cumulative
+operations one entry of each device.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -23,14 +24,15 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from ..dims import Inputs, Positions, positions_of
+from ..dims import CUMULATIVE, Inputs, Positions, positions_of
 from ..machine import BATCH_AXES, SEQUENCE, n_batch_shards
-from ..tracing import Rule, Site, scan_counts, variables
+from ..tracing import Rule, Site, plain, scan_counts, variables
 from ._constrain import split_over
+from ._cumulative import cumulative_by_parts
 from ._split_residual import SplitResidual
 
-# Of these, each device computes all positions of a part of the rows.
-_OF_ALL = {"cumsum": "axis", "sort": "dimension"}
+# Of these, each device computes all positions of a part of the rows, unless it computes a part of the positions.
+_OF_ALL = {"sort": "dimension", **dict.fromkeys(CUMULATIVE, "axis")}
 # Between these, XLA finds the split of values by itself.
 _PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated", "attention"}
 _CONSTRAINED = _PRODUCTS | {
@@ -63,11 +65,15 @@ class SplitPositions(Rule):
         return replace(self, positions=positions, left=left) if positions.dims or positions.rows else None
 
     def claims(self, eqn: Any) -> bool:
-        return eqn in self.positions.loops if self.of_loops else bool(self._of_all(eqn)) or any(self._splits(eqn))
+        if self.of_loops:
+            return eqn in self.positions.loops
+        return self._is_by_parts(eqn) or bool(self._of_all(eqn)) or any(self._splits(eqn))
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         if self.of_loops:
             return self._arranged(eqn, ins, site)
+        if self._is_by_parts(eqn):
+            return [cumulative_by_parts(eqn, plain(ins[0]), self.mesh.shape[SEQUENCE], self._split)]
         if axes := self._of_all(eqn):
             outs = site.rest(eqn, [split_over(x, self.mesh, axes) for x in ins])
             by_rows = [split_over(out, self.mesh, axes) for out in outs]
@@ -89,6 +95,21 @@ class SplitPositions(Rule):
             return [self._by_rows(var) or self._by_places(eqn) if is_product else {} for var in eqn.outvars]
         is_new = [n_before < 2 or len(self.positions.dims.get(var, ())) < 2 for var in eqn.outvars]
         return [self._entries(var) if new else {} for var, new in zip(eqn.outvars, is_new, strict=True)]
+
+    def _is_by_parts(self, eqn: Any) -> bool:
+        """Whether an equation is a cumulative operation along positions, or chunks of them, that devices split."""
+        if eqn.primitive.name not in CUMULATIVE:
+            return False
+        (var,) = eqn.invars
+        dims = self.positions.dims.get(var, ())
+        if dims[:1] != (eqn.params["axis"],):
+            return False
+        is_padded = len(dims) == 1 and not self.positions.are_whole(var, self.mesh.shape[SEQUENCE])
+        return self._divides(var, dims[0]) or is_padded
+
+    def _split(self, x: Any, dim: int | None, whole: int) -> Any:
+        """Constrains a dim of a value, if any, to be split over the sequence axis, and another one not to be."""
+        return split_over(x, self.mesh, {whole: None} if dim is None else {dim: SEQUENCE, whole: None})
 
     def _of_all(self, eqn: Any) -> Mapping[int, Any]:
         """Returns the mesh axes of the operand of an operation that needs all positions, if its rows divide.
