@@ -78,6 +78,7 @@ class Plan:
     repeats: Mapping[str, float] | None = None
     row_use: RowUse = UNKNOWN  # what the loss does with the rows of its batch
     positions: tuple[str, ...] = ()  # how it combines positions: one sentence for each place; empty without a sequence axis
+    attention: tuple[str, ...] = ()  # how a training step computes attention: fused or not, and how it is split
 
     def __getitem__(self, name: str) -> LeafPlan:
         if name not in self.leaves:
@@ -162,11 +163,11 @@ class Plan:
 
     def explain(self) -> str:
         """Returns the plan as a table of path, shape, mesh axis of each dim and reason, followed by totals, what the loss
-        does with rows, and warnings."""
+        does with rows, positions and attention, and warnings."""
         lines = aligned([("leaf", "shape", "split", "reason"), *self.rows()])
         lines.insert(1, "-" * max(map(len, lines)))
         lines += [self._totals(), *([] if self.row_use == UNKNOWN else [f"rows: {self.row_use.text}"])]
-        lines += [f"positions: {'; '.join(self.positions)}"] if self.positions else []
+        lines += [f"{name}: {'; '.join(texts)}" for name in ("positions", "attention") if (texts := getattr(self, name))]
         return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
     def __str__(self) -> str:

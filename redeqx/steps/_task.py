@@ -19,7 +19,7 @@ from ..machine import XlaOptions, XlaSettings, xla_settings
 from ..optimizers import follows_schedule, paired_leaves
 from ..partition import Overrides, Plan, make_plan, mark_read
 from ..tracing import Trace, normal, restricted, shapes_in, variables
-from ..transforms import describe_residual, expert_stacks
+from ..transforms import describe_attention, describe_residual, expert_stacks
 from ._compute import Compute
 from ._loss import as_sums, n_rows
 from ._structure import Structure
@@ -107,6 +107,8 @@ class Task:
             plan = plan if trace is None else mark_read(plan, trace, row_use, with_kinds=plan.repeats is None)
         if trace is not None and self.grad_fn is None and self.compute.splits_residual_on(mesh):
             plan = replace(plan, positions=(*plan.positions, *describe_residual(trace, plan)))
+        if trace is not None and self.compute.fuse_attention:
+            plan = replace(plan, attention=describe_attention(trace, mesh))
         if self.grad_fn is None and all(plan[name].is_read is False for name in self.structure.names[0]):
             raise ValueError(
                 "`loss_fn`: expected a loss that depends on a trainable leaf, got one that reads none of "

@@ -11,13 +11,12 @@ from .._deployer import Deployer
 from ..data import BatchSize
 from ..dims import UNKNOWN, RowUse
 from ..errors import warn
-from ..machine import SEQUENCE, mesh_text, n_batch_shards, split_heads
+from ..machine import mesh_text, n_batch_shards
 from ..monitor import size_text
 from ..optimizers import decaying
-from ..partition import inputs_of
 from ..steps import AS_GIVEN, Program, Task, TrainState, effective_specs, shard_bytes
 from ..tracing import REMATS, Trace, equations, or_as_written, shortened
-from ..transforms import StackBlocks, attentions, fp8_products, wide_products
+from ..transforms import StackBlocks, fp8_products, wide_products
 
 
 def header_rows(deployer: Deployer, task: Task, program: Program, state: TrainState, trace: Trace | None) -> dict[str, str]:
@@ -130,6 +129,12 @@ def warn_of_means(use: RowUse) -> None:
         )
 
 
+def _attention_rows(task: Task, program: Program, trace: Trace) -> dict[str, str]:
+    """Describes the attention in the loss."""
+    del task, trace
+    return {"attention": "; ".join(program.plan.attention)} if program.plan.attention else {}
+
+
 def _loop_rows(task: Task, program: Program, trace: Trace) -> dict[str, str]:
     """Describes equal blocks that are computed as one loop, or not although only loops recompute, and unrolled loops."""
     mesh, closed, notes = program.plan.mesh, trace.closed, []
@@ -147,15 +152,3 @@ def _loop_rows(task: Task, program: Program, trace: Trace) -> dict[str, str]:
         n = sum(unrolling.claims(eqn) for eqn in equations(closed))
         notes += [f"{n} written out"] if n else []
     return {"loops": "; ".join(notes)} if notes else {}
-
-
-def _attention_rows(task: Task, program: Program, trace: Trace) -> dict[str, str]:
-    """Describes the attention in the loss."""
-    mesh = program.plan.mesh
-    if not task.compute.fuse_attention:
-        return {}
-    inputs = inputs_of(trace) if mesh.shape[SEQUENCE] > 1 else None
-    fused, left = attentions(trace.closed, mesh.devices.flat[0].platform, split_heads(mesh), inputs)
-    notes = [f"{n} fused ({what})" for what, n in fused.items()]
-    notes += [f"as written at {shortened(line) or 'an unknown line'}: {reason}" for line, reason in left.items()]
-    return {"attention": "; ".join(notes)} if notes else {}

@@ -7,7 +7,7 @@ label picking by comparison, products with weights and their gradients, remateri
 equal blocks into one loop. The package is independent of optimizers, batches and files. Open `_gather.py` first.
 """
 
-from ._attention_report import attentions as attentions
+from ._attention_report import attentions as attentions, describe_attention as describe_attention
 from ._convolutions import FixConvolutions as FixConvolutions
 from ._custom_derivatives import InCustomDerivatives as InCustomDerivatives
 from ._dequantise import DequantiseAtUse as DequantiseAtUse

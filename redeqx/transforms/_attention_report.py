@@ -1,13 +1,16 @@
 """Reports which attentions of a traced function are fused, by which kernel, and why the others are not."""
 
 from collections import Counter
+from functools import partial
 from typing import Any, NamedTuple
 
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from ..dims import Inputs
 from ..kernels import AttentionSetting, kernel_of
-from ..tracing import Body, all_inside, line_of, n_iterations, normal
+from ..machine import SEQUENCE, split_heads
+from ..partition import inputs_of
+from ..tracing import Body, Trace, all_inside, line_of, n_iterations, normal, or_as_written, shortened
 from ._fuse_attention import FuseAttention, describe, drop_known_mask, find_attentions
 
 
@@ -17,6 +20,16 @@ class Attentions(NamedTuple):
 
     fused: Counter[str]
     unfused: dict[str, str]
+
+
+def describe_attention(trace: Trace, mesh: Mesh) -> tuple[str, ...]:
+    """Returns how a traced loss computes attention on a mesh: a text for each kind that is fused, and for each line that is
+    not."""
+    inputs = inputs_of(trace) if mesh.shape[SEQUENCE] > 1 else None
+    search = partial(attentions, trace.closed, mesh.devices.flat[0].platform, split_heads(mesh), inputs)
+    fused, left = or_as_written(search, lambda: Attentions(Counter(), {}), "the description of attention")
+    notes = [f"{n} fused ({what})" for what, n in fused.items()]
+    return (*notes, *(f"as written at {shortened(line) or 'an unknown line'}: {reason}" for line, reason in left.items()))
 
 
 def attentions(

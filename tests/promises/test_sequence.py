@@ -659,14 +659,16 @@ def test_the_plan_says_how_positions_are_computed(name, n, expected):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(("n", "way"), [(4, "heads"), (8, "positions")])
-def test_the_header_says_whether_attention_is_split_by_heads(n, way, capsys):
+def test_header_and_plan_say_whether_attention_is_split_by_heads(n, way, capsys):
     """It has four heads."""
     deployer = redeqx.Deployer(0, n_sequence_shards=n)
     model = model_of("equinox_attention")
     trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.sgd(0.1), collate_fn=collate_fn, loss_fn=next_token)
     trainer.fit(TEXTS, n_epochs=1, batch_size=ROWS)
     header = " ".join(capsys.readouterr().out.split())  # whose rows are wrapped
-    assert f" attention 1 fused (causal, in blocks of queries split by {way}) " in header
+    how = f"1 fused (causal, in blocks of queries split by {way})"
+    assert f" attention {how} " in header
+    assert f"\nattention: {how}" in trainer.plan.explain()
 
 
 def test_the_plan_says_that_windows_are_not_padded():
