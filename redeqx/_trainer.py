@@ -126,6 +126,10 @@ class Trainer(RedcoNames, Generic[ModelT]):
         check_plan(plan)
         structure = Structure.of(model, trainable)
         if not structure.names[0]:
+            if not structure.names[1]:
+                raise ValueError(
+                    f"`model`: expected arrays to train, got none in {brief(model)}. Pass a model with weights."
+                )
             raise ValueError(
                 "`trainable`: expected at least one trainable leaf, got none of "
                 f"{len(structure.names[1])} arrays. Check the filter and the model."

@@ -1,6 +1,7 @@
 """Collation: reads examples, calls `collate_fn`, and checks that its result is a batch with one row for each example."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import jax
@@ -119,9 +120,11 @@ def _checked(name: str, leaf: Any, n_rows: int) -> np.ndarray:
             f"{'Pad to one length and return' if len(lengths) > 1 else 'Return'} `np.array(...)`."
         )
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+        advice = "Return `np.array(...)` with one row for each example."
+        if is_dataclass(leaf):  # which JAX takes for one leaf
+            advice = "Register this dataclass with `jax.tree_util.register_dataclass`, or return a dict."
         raise TypeError(
-            f"`collate_fn` output `{name}`: expected an array of {n_rows} rows, got {type(leaf).__name__}. "
-            "Return `np.array(...)` with one row for each example."
+            f"`collate_fn` output `{name}`: expected an array of {n_rows} rows, got {type(leaf).__name__}. {advice}"
         )
     if isinstance(leaf, np.ma.MaskedArray):  # NumPy would drop the mask, and JAX does not take one
         raise TypeError(

@@ -198,7 +198,7 @@ def _why_no_model(model: Any) -> tuple[str, str] | None:
         )
     if isinstance(model, tuple) and any(isinstance(part, eqx.nn.State) for part in model):
         return "a tuple of a model and its state", "Pass them apart: `model=model, model_state=state`"
-    if not jax.tree_util.all_leaves([model]) or eqx.is_array_like(model):
+    if model is not None and (not jax.tree_util.all_leaves([model]) or eqx.is_array_like(model)):
         return None
     advice = "Pass an `eqx.Module`, or another PyTree of arrays"
     if callable(model):

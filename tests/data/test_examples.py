@@ -178,6 +178,11 @@ def test_collate_converts_to_jax_dtypes(output, dtype):
     np.testing.assert_array_equal(leaf, np.asarray(output).astype(dtype))
 
 
+@dataclass
+class Unregistered:
+    x: np.ndarray
+
+
 @pytest.mark.parametrize(
     ("output", "error", "message"),
     [
@@ -260,6 +265,12 @@ def test_collate_converts_to_jax_dtypes(output, dtype):
             TypeError,
             "`collate_fn` output `temperature`: expected an array of 3 rows, got float. "
             "Return `np.array(...)` with one row for each example.",
+        ),
+        (
+            Unregistered(np.zeros(3)),
+            TypeError,
+            "`collate_fn` output `value`: expected an array of 3 rows, got Unregistered. "
+            "Register this dataclass with `jax.tree_util.register_dataclass`, or return a dict.",
         ),
         (
             "abc",

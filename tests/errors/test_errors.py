@@ -83,14 +83,22 @@ def test_shards_must_divide_the_devices():
     )
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "n"),
-    [({"trainable": lambda leaf: False}, 2), ({"model": eqx.nn.Identity()}, 0), ({"model": eqx.nn.Lambda(jnp.tanh)}, 0)],
-)
-def test_some_leaf_must_be_trainable(kwargs, n):
-    assert message(ValueError, make_trainer, **kwargs) == (
-        f"`trainable`: expected at least one trainable leaf, got none of {n} arrays. Check the filter and the model."
+def test_some_leaf_must_be_trainable():
+    assert message(ValueError, make_trainer, trainable=lambda leaf: False) == (
+        "`trainable`: expected at least one trainable leaf, got none of 2 arrays. Check the filter and the model."
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "expected"),
+    [
+        (eqx.nn.Identity(), ValueError, "arrays to train, got none in Identity(). Pass a model with weights."),
+        (3, ValueError, "arrays to train, got none in 3. Pass a model with weights."),
+        (None, TypeError, "an Equinox module, got None. Pass an `eqx.Module`, or another PyTree of arrays."),
+    ],
+)
+def test_a_model_without_arrays_is_named(model, error, expected):
+    assert message(error, make_trainer, model=model) == f"`model`: expected {expected}"
 
 
 def test_micro_batches_must_be_positive():
