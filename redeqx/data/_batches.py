@@ -7,6 +7,7 @@ places it, `_workers` collates several batches at once, and `_prefetch` is the t
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from ..dims import UNKNOWN, RowUse, with_rows
 from ..distributed import RowCheck
 from ._collate import check_leading_dims, collate, collate_alone, n_tokens, read
 from ._examples import Slice
-from ._prefetch import Prefetch, drawn_ahead
+from ._prefetch import Deferred, Prefetch, drawn_ahead
 from ._rows import BatchSize, Group, local_rows, place_batch
 from ._workers import CollatePool
 
@@ -63,6 +64,7 @@ def batches(
     check: RowCheck | None = None,
     *,
     use: RowUse | Callable[[PyTree], RowUse] = UNKNOWN,
+    uses: dict[Any, RowUse] | None = None,
     checks_end: bool = False,
     depth: int = 2,
 ) -> Prefetch:
@@ -75,17 +77,18 @@ def batches(
     - `pool`: calls `collate_fn`, for several steps at once; without workers, the thread itself calls it.
     - `check`: in a run of several processes, compares their batches, in that thread. Each process collates the rows that
         its devices need; if rows have different shapes, it collates all rows of a step, as a single process does.
-    - `use`: what the loss does with rows, on which the micro-batches depend; or a function that finds it, called with the
-        shapes of all rows of the first step, which is then read and collated in the caller's thread.
+    - `use`: what the loss does with rows, on which the micro-batches depend; or a function that finds it, called in the
+        caller's thread with the shapes of all rows of the first step that has them, if `uses` lacks these.
+    - `uses`: what was found, by the shapes of a row, for this pass and later ones. If it is empty, the first step is read
+        and collated in the caller's thread.
     - `checks_end`: whether `check` is also called after the last step, with no rows and 0.
     - `depth`: the number of batches that are prepared ahead; with 0 there is no thread.
     """
-    is_known = isinstance(use, RowUse)
-    work = _Pass(enumerate(steps), pool, size, mesh, check, use if is_known else UNKNOWN, is_update=not depth)
+    work = _Pass(enumerate(steps), pool, size, mesh, check, use, {} if uses is None else uses, is_update=not depth)
     head = []
-    if not is_known:
+    if not isinstance(use, RowUse) and not work.uses:
         Prefetch.pause_others()
-        head = list(work.first(use))
+        head = list(work.first())
     return Prefetch(work.every(head, checks_end=checks_end), depth)
 
 
@@ -113,37 +116,41 @@ class _Pass:
     size: BatchSize
     mesh: Mesh
     check: RowCheck | None
-    use: RowUse
+    find: RowUse | Callable[[PyTree], RowUse]
+    uses: dict[Any, RowUse]
     is_update: bool  # whose only step tells nothing of others
     collates_whole: bool = False  # all rows of a step
 
     # `first` and `every` are generators, where a StopIteration of a `collate_fn` is an error and does not end the pass.
-    def first(self, find: Callable[[PyTree], RowUse]) -> Iterator[tuple[_Step, PyTree]]:
+    def first(self) -> Iterator[tuple[_Step, PyTree]]:
         """Yields the first step with its rows, by which it finds what the loss does with rows."""
         if (each := next(self.steps, None)) is None:
             return
         given, batch = self.collated(self.begun(*each))
         check_leading_dims(batch, len(given.examples), lambda: self.pool.start(given.examples[:1])())
-        self.use = find(with_rows(batch, len(given.step.examples)))
-        if not np.array_equal(self.needed_rows(*each), given.rows):
-            given = self.begun(*each)
-            batch = given.batch()
+        self.use_of(given, batch)
         yield given, batch
 
-    def every(self, head: list[tuple[_Step, PyTree]], *, checks_end: bool) -> Iterator[Batch]:
-        """Yields the batches of the first steps and of those after them."""
+    def every(self, head: list[tuple[_Step, PyTree]], *, checks_end: bool) -> Iterator[Batch | Deferred]:
+        """Yields the batches of the first steps and of those after them. One with rows of new shapes is for the reader, who
+        finds what the loss does with them."""
         n = len(head)
         while head:
             yield self.placed(*head.pop())
         for given in drawn_ahead((self.begun(i, step) for i, step in self.steps), self.pool.n):
-            yield self.placed(*self.collated(given))
+            given, batch = self.collated(given)
+            is_known = isinstance(self.find, RowUse) or _shapes(batch) in self.uses
+            yield self.placed(given, batch) if is_known else Deferred(partial(self.placed, given, batch))
             n += 1
         if self.check is not None and checks_end:
             self.check(n, {}, 0)
 
-    def begun(self, i: int, step: Slice) -> _Step:
-        """Reads the examples of a step that this process needs, and starts to collate them."""
-        rows = self.needed_rows(i, step)
+    def begun(self, i: int, step: Slice, use: RowUse | None = None) -> _Step:
+        """Reads the examples of a step that this process needs, and starts to collate them; without `use`, as if the loss
+        does with its rows what it does with the newest shapes."""
+        if use is None:
+            use = self.find if isinstance(self.find, RowUse) else next(reversed(self.uses.values()), UNKNOWN)
+        rows = self.needed_rows(i, step, use)
         examples = read(step.examples, rows, step.places)
         return _Step(i, step, rows, [step.places[row] for row in rows], examples, self.pool.start(examples))
 
@@ -163,10 +170,14 @@ class _Pass:
 
     def placed(self, given: _Step, batch: PyTree) -> Batch:
         """Places the rows of a step on the mesh."""
-        cut, n_rows = self.cut(given.i, given.step), len(given.step.examples)
-        rows = self.size.micro_batch_for(self.use, self.mesh)
+        use, n_rows = self.use_of(given, batch), len(given.step.examples)
+        cut, rows = self.cut(given.i, given.step, use), self.size.micro_batch_for(use, self.mesh)
+        if not np.array_equal(self.needed_rows(given.i, given.step, use), given.rows):  # as another use needs them
+            Prefetch.pause_others()
+            given = self.begun(given.i, given.step, use)
+            batch = given.batch()
         # A remainder of full micro-batches runs in the program of a full step, unless the repeated rows would count.
-        is_full = len(cut) == 1 and cut[0].rows == rows and self.use.kind != "after"
+        is_full = len(cut) == 1 and cut[0].rows == rows and use.kind != "after"
         tokens = n_tokens(batch)  # of this process's rows; the rows of other processes have the same length
         groups = place_batch(batch, cut, self.mesh, given.rows, self.size.examples // rows if is_full else 0)
         leaves, treedef = jax.tree.flatten(groups)
@@ -182,12 +193,26 @@ class _Pass:
             given.places,
         )
 
-    def cut(self, i: int, step: Slice) -> tuple[Group, ...]:
-        if i == 0 and step.n_last is not None:  # so that a remainder that cannot be cut is an error now, not after an epoch
-            self.size.cut(step.n_last, self.use, self.mesh)
-        return self.size.cut(len(step.examples), self.use, self.mesh)
+    def use_of(self, given: _Step, batch: PyTree) -> RowUse:
+        """Returns what the loss does with the rows of a batch."""
+        if isinstance(self.find, RowUse):
+            return self.find
+        if (shapes := _shapes(batch)) not in self.uses:
+            self.uses[shapes] = self.find(with_rows(batch, len(given.step.examples)))
+        return self.uses[shapes]
 
-    def needed_rows(self, i: int, step: Slice) -> np.ndarray:
-        n = len(step.examples)
-        rows = np.arange(n) if self.collates_whole else local_rows(self.cut(i, step), self.mesh)
+    def cut(self, i: int, step: Slice, use: RowUse) -> tuple[Group, ...]:
+        if i == 0 and step.n_last is not None:  # so that a remainder that cannot be cut is an error now, not after an epoch
+            self.size.cut(step.n_last, use, self.mesh)
+        return self.size.cut(len(step.examples), use, self.mesh)
+
+    def needed_rows(self, i: int, step: Slice, use: RowUse) -> np.ndarray:
+        n, has_all = len(step.examples), self.collates_whole or not self.mesh.is_multi_process
+        rows = np.arange(n) if has_all else local_rows(self.cut(i, step, use), self.mesh)
         return rows if rows[-1] < n else np.unique(np.minimum(rows, n - 1))  # those of padding repeat the last one
+
+
+def _shapes(batch: PyTree) -> Any:
+    """Returns the structure, shapes and dtypes of a row of a batch."""
+    leaves, treedef = jax.tree.flatten(batch)
+    return treedef, *((x.shape[1:], x.dtype) for x in leaves)

@@ -7,9 +7,15 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 _END = object()
+
+
+class Deferred(NamedTuple):
+    """An item that its reader prepares."""
+
+    prepare: Callable[[], Any]
 
 
 class Prefetch(Iterator[Any]):
@@ -60,7 +66,12 @@ class Prefetch(Iterator[Any]):
             _without_thread_frames(lambda: wait([self._upcoming[0]]))
         item: Any = _END
         try:
-            item = self._upcoming[0].result()
+            found = self._upcoming[0].result()
+            if isinstance(found, Deferred):
+                found = found.prepare()
+                self._upcoming[0] = Future()
+                self._upcoming[0].set_result(found)
+            item = found
         finally:
             if item is _END:
                 self.close()

@@ -45,10 +45,12 @@ class Functions:
         if self.task.grad_fn is not None:
             by_user = self._of_part(self.task.gradient(is_only=is_only), "grad_fn", is_only=is_only)
             return lambda trained, frozen, *rest: by_user([*trained, *frozen], *rest)
-        loss, rows = self.loss(inference=False, is_only=is_only), self.task.rows
-        is_divided = rows is not None and not rows.is_exact  # it may have a derivative of the user's that is not linear
+        loss = self.loss(inference=False, is_only=is_only)
 
         def gradient(trained: list, frozen: list, *rest: Any) -> Any:
+            use = self.task.row_use([*trained, *frozen], *rest[:3])
+            is_divided = not use.is_exact  # it may have a derivative of the user's that is not linear
+
             def of_trained(trained: list) -> Any:
                 ((total, weight, metrics), state) = loss([*trained, *frozen], *rest)
                 by = jnp.where(weight == 0, 1, weight) if is_divided else None

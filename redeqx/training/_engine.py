@@ -27,7 +27,7 @@ from ..optimizers import find_hyperparam
 from ..partition import Plan, make_plan
 from ..steps import Program, Task, TrainState, make_program, n_rows
 from ._compilation import CalledStep, CalledSteps, TrainSteps, check_captured, choose_memory
-from ._header import eval_text, header_rows, loss_rows, warn_of_means, warn_of_uncut_rows
+from ._header import eval_text, header_rows, loss_rows, shapes_text, warn_of_means, warn_of_uncut_rows
 from ._hyperparams import Hyperparams
 from ._metrics import Metrics, Queued
 from ._progress import Position
@@ -76,6 +76,7 @@ class Engine:
         self.line: ProgressLine = deployer.console.progress(title="update")
         self.records: Records = deployer.console.records
         self.is_updating = False
+        self._uses: dict[bool, dict[Any, RowUse]] = {False: {}, True: {}}  # by `inference`, then by the shapes of a row
         self.called, self.evaluated = TrainSteps(deployer), CalledSteps(deployer, "eval step", "loss_fn")
         self.newest_step: CalledStep | None = None
         self._given = model, model_state  # before they are placed
@@ -254,22 +255,28 @@ class Engine:
         known."""
         peers = self.deployer.peers
         check = None if peers.n == 1 else RowCheck(peers, self.deployer.console.info)
-        known = self.task.eval_rows if inference else self.task.rows
-        use = known or partial(self._find_row_use, size, inference, is_counted)
-        return batches(steps, self._pool, size, self.deployer.mesh, check, use=use, **options)
+        use, uses = partial(self._find_row_use, size, inference, is_counted), self._uses[inference]
+        return batches(steps, self._pool, size, self.deployer.mesh, check, use=use, uses=uses, **options)
 
     def _find_row_use(self, size: BatchSize, inference: bool, is_counted: bool, batch: PyTree) -> RowUse:
-        """Finds what the loss does with the rows of a batch, given as shapes; warns of micro-batches that do not divide."""
-        use = self.task.rows or self.task.row_use_of(*self.trees, batch)
-        if self.task.rows is None:
-            warn_of_means(use)
-        self.task = replace(self.task, rows=use)
+        """Finds what the loss does with the rows of a batch, given as shapes; warns of micro-batches that do not divide. Of
+        later shapes it tells what differs from the first ones."""
+        if (rows := self.task.rows) is None:
+            rows = self.task.row_use_of(*self.trees, batch)
+            warn_of_means(rows)
+            self.task = replace(self.task, rows=rows)
+            before, use = None, rows
+        elif not inference:
+            before, use = rows, self.task.row_use_of(*self.trees, batch)
+            if use.text != before.text:
+                self.deployer.console.info(f"rows: {use.text}, for batches with {shapes_text(batch)}")
         if inference:
-            use = self.task.row_use_of(*self.trees, batch, inference=True)
-            self.task = replace(self.task, eval_rows=use)
-            if text := eval_text(use, is_counted):
+            before, use = self.task.eval_rows, self.task.row_use_of(*self.trees, batch, inference=True)
+            self.task = replace(self.task, eval_rows=before or use)
+            text = eval_text(use, is_counted)
+            if text and (before is None or text != eval_text(before, is_counted)):
                 self.deployer.console.info(text)
-        if n_rows(batch) == size.examples:
+        if n_rows(batch) == size.examples and (before is None or use.text != before.text):
             warn_of_uncut_rows(use, size, self.deployer.mesh)
         return use
 

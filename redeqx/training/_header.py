@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from .._deployer import Deployer
+from .._tree import PyTree, listed, named_leaves
 from ..data import BatchSize
 from ..dims import UNKNOWN, RowUse
 from ..errors import warn
@@ -104,6 +105,11 @@ def eval_text(use: RowUse, is_counted: bool) -> str:
         return ""
     depends = "may depend" if use.kind == "unknown" else "depends"
     return f"evaluation: the loss {depends} on the batch size. Rows: {'; '.join([use.text, *use.draws])}"
+
+
+def shapes_text(batch: PyTree) -> str:
+    """Describes the shapes of a batch."""
+    return ", ".join(listed([f"`{name}` {list(leaf.shape)}" for name, leaf in named_leaves(batch).items()], 4))
 
 
 def warn_of_uncut_rows(use: RowUse, size: BatchSize, mesh: Mesh) -> None:

@@ -127,6 +127,32 @@ def test_steps_of_different_trainers_are_not_compared(tmp_path):
     assert code == 0 and out.count("done 10") == 2, out
 
 
+def test_rows_of_another_shape_are_cut_by_what_the_loss_does_with_them(tmp_path):
+    """In the second step rows are compared with each other, so that each process needs all 10. Of means it would need 6."""
+    code, out = run(
+        tmp_path,
+        """
+        def loss_of_two_kinds(model, batch, key):
+            out = jax.vmap(jax.vmap(model))(batch[..., :5])[..., 0].mean(1)
+            compared = -jax.nn.log_softmax(out[:, None] * out).diagonal().mean()
+            return (out**2).mean() if batch.shape[1] == 1 else compared
+
+        texts = [x[None] for x in DATA[:16]] + [np.stack([x, -x]) for x in DATA[16:26]]
+        trainer = make_trainer(deployer, loss_of_two_kinds, optimizer=optax.sgd(0.1))
+        model = trainer.model
+        for step in (texts[:16], texts[16:]) * 2:
+            grads = eqx.filter_jit(eqx.filter_grad(loss_of_two_kinds))(model, np.stack(step), None)
+            model = eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads))
+        for _ in range(2):
+            trainer.train(texts, batch_size=16)
+        for x, y in zip(*(jax.tree.leaves(eqx.filter(each, eqx.is_array)) for each in (trainer.model, model))):
+            np.testing.assert_allclose(x, y, atol=1e-6)
+        print(f"process {index} compared", flush=True)
+        """,
+    )
+    assert code == 0 and all(f"process {i} compared" in out for i in (0, 1)), out
+
+
 def test_a_signal_reaches_the_fit_of_the_first_of_two_deployers(tmp_path):
     """One of two processes gets the signal; both save the same step."""
     body = f"""

@@ -314,6 +314,34 @@ def test_batches_of_other_lengths_are_divided_as_exactly_as_the_first():
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
+def sum_of_clipped(model, batch, key):
+    return redeqx.Loss(clipped(model, batch, key) * len(batch), len(batch))
+
+
+@pytest.mark.parametrize(("of_long_rows", "n"), [(contrastive, 12), (preference, 12), (sum_of_clipped, 16)])
+def test_what_a_loss_does_with_rows_of_another_shape_is_found_for_them(of_long_rows, n, capsys):
+    """By the first batch, 12 rows would be cut into 8 and 4, and the gradient be that of a sum over rows."""
+
+    def loss_fn(model, batch, key):
+        rows = batch.mean(1)
+        return of_long_rows(model, rows, key) if batch.shape[1] > 3 else jnp.square(jax.vmap(model)(rows[:, :5])).mean()
+
+    def scalar(model, batch):
+        loss = loss_fn(model, batch, None)
+        return loss.total / loss.weight if isinstance(loss, redeqx.Loss) else loss
+
+    texts = [np.stack([x] * 3) for x in DATA[:16]] + [np.stack([x] * 4) for x in DATA[16 : 16 + n]]
+    trainer = make_trainer(loss_fn, collate_fn=padded, verbose=True)
+    model = trainer.model
+    for batch in (padded(texts[:16]), padded(texts[16:])):
+        grads = eqx.filter_jit(eqx.filter_grad(scalar))(model, batch)
+        model = eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads))
+    trainer.train(texts, batch_size=16)
+    for x, y in zip(*(jax.tree.leaves(eqx.filter(each, eqx.is_array)) for each in (trainer.model, model)), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6)
+    assert f"for batches with `value` [{n}, 4, 6]" in " ".join(capsys.readouterr().out.split())
+
+
 # --- cuts ----------------------------------------------------------------------------------------------------------------
 
 
