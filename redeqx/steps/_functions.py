@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from .._rounding import at_least_float32
 from ..memory import Loop
 from ..partition import Plan
 from ..transforms import Rows, by_row, of_whole
@@ -57,7 +58,8 @@ class Functions:
                 return total if by is None else total / by, (total, weight, metrics, state, by)
 
             (_, (total, weight, metrics, state, by)), grads = jax.value_and_grad(of_trained, has_aux=True)(trained)
-            grads = grads if by is None else [(g * by).astype(g.dtype) for g in grads]
+            if by is not None:  # not in 16 bits, which would round each product and then its quotient
+                grads = [g * by.astype(at_least_float32(g.dtype)) for g in grads]
             return (total, weight, metrics, grads), state
 
         return gradient

@@ -136,6 +136,25 @@ def test_a_derivative_that_is_not_linear_takes_the_gradient_of_a_hand_written_st
         np.testing.assert_allclose(new, old - 0.1 * np.mean(of, 0), atol=1e-6)
 
 
+def test_a_gradient_of_16_bits_is_rounded_once():
+    """The gradient of the mean times the weight, over the weight: in bfloat16 that would be two more roundings."""
+    draw = np.random.default_rng(0)
+    first, last, batch = (draw.normal(size=shape).astype(jnp.bfloat16) for shape in ((64, 64), (64, 8), (24, 64)))
+
+    def mean(model, batch, key):
+        return (with_clipped_gradient(batch @ model[0] @ model[1]).astype(jnp.float32) ** 2).mean()
+
+    keep = optax.GradientTransformation(lambda params: params, lambda grads, state, params: (grads, grads))
+    trainer = redeqx.Trainer(
+        redeqx.Deployer(verbose=False), model=[jnp.asarray(first), jnp.asarray(last)], optimizer=keep, collate_fn=np.stack,
+        loss_fn=lambda model, batch, key: redeqx.Loss(len(batch) * mean(model, batch, key), len(batch)),
+    )  # fmt: skip
+    expected = jax.jit(jax.grad(mean))(trainer.model, batch, None)
+    trainer.update(list(batch))
+    for found, grad in zip(trainer.opt_state, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(grad))
+
+
 @pytest.mark.filterwarnings("ignore:`batch_size`. expected micro-batches")
 @pytest.mark.parametrize("shards", [(1, 1), pytest.param((2, 2), marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(
