@@ -78,9 +78,20 @@ def loss_rows(task: Task, program: Program, trace: Trace | None) -> dict[str, st
     if trace is None:
         return {}
     rows: dict[str, str] = {}
-    for part in (_use_rows, _decay_rows, _attention_rows, _loop_rows):
+    for part in (_narrow_rows, _use_rows, _decay_rows, _attention_rows, _loop_rows):
         rows |= or_as_written(partial(part, task, program, trace), dict, "the header's description")
     return rows
+
+
+def _narrow_rows(task: Task, program: Program, trace: Trace) -> dict[str, str]:
+    """Describes a loss whose value was rounded to 16 bits, before it became the float32 total."""
+    del task, program
+    made, x = {id(var): eqn for eqn in trace.closed.jaxpr.eqns for var in eqn.outvars}, trace.closed.jaxpr.outvars[0]
+    while (eqn := made.get(id(x))) is not None and eqn.primitive.name in ("convert_element_type", "mul"):
+        x = eqn.invars[0]  # a mean is multiplied by the number of rows
+        if jnp.issubdtype(x.aval.dtype, jnp.floating) and (form := jnp.finfo(x.aval.dtype)).bits < 32:
+            return {"loss": f"rounded to {form.dtype.name}, {form.precision} digits: cast logits to float32 in `loss_fn`"}
+    return {}
 
 
 def _use_rows(task: Task, program: Program, trace: Trace) -> dict[str, str]:

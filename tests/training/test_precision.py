@@ -2,6 +2,7 @@
 
 import re
 from contextlib import nullcontext
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -166,6 +167,21 @@ def test_wider_products_are_counted_and_warned_about_if_all_are_wider(capsys):
     with pytest.warns(UserWarning, match=reported):
         make_trainer(compute="bfloat16", model=linear, loss_fn=wider_loss).train(make_examples(8), 1)
     make_trainer(compute="float32", model=linear, loss_fn=wider_loss).train(make_examples(8), 1)
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", None])
+def test_the_header_tells_that_a_loss_was_rounded_to_16_bits(compute, capsys):
+    weight = jnp.ones(D, jnp.float32 if compute else jnp.bfloat16)
+
+    def loss_fn(model, batch, key, dtype=None):
+        errors = batch["x"].astype(model.dtype) @ model - batch["y"].mean(-1).astype(model.dtype)
+        return (errors.astype(dtype or errors.dtype) ** 2).mean()
+
+    for dtype, is_told in ((None, True), (jnp.float32, False)):
+        trainer = make_trainer(verbose=True, compute=compute, model=weight, loss_fn=partial(loss_fn, dtype=dtype))
+        trainer.train(make_examples(8), 1)
+        told = "loss rounded to bfloat16, 2 digits: cast logits to float32 in `loss_fn`"
+        assert (told in " ".join(capsys.readouterr().out.split())) == is_told
 
 
 def test_describe_precision():
