@@ -3,6 +3,7 @@
 import threading
 import weakref
 from contextlib import nullcontext
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -436,8 +437,8 @@ def test_a_derivative_of_the_users_own_is_not_taken():
     assert_outputs([each["values"] for each in outputs], [np.round(each) for each in expected(make_linear(), examples)])
 
 
-def halved(model, batch, key):
-    return jax.lax.while_loop(lambda x: jnp.abs(x).mean() > 0.1, lambda x: x / 2, batch["x"])
+def halved(model, batch, key, goes_on=lambda x: jnp.abs(x).mean() > 0.1):
+    return jax.lax.while_loop(goes_on, lambda x: x / 2, batch["x"])
 
 
 @pytest.mark.parametrize(
@@ -453,6 +454,7 @@ def halved(model, batch, key):
         ),
         (lambda model, batch, key: jax.random.normal(key, (len(batch["x"]),)) + batch["x"].sum(1), None),
         (halved, "mixed at tests/test_predictor"),
+        (partial(halved, goes_on=lambda x: (jnp.abs(x) > 0.1).any()), "mixed at tests/test_predictor"),
     ],
 )
 def test_outputs_that_depend_on_the_batch_size_are_named_once(pred_fn, said, capsys):

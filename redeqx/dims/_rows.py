@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ..tracing import scan_counts
 from ._atoms import Atom, Block, Step, Value, reached, steps_of
 from ._derivatives import is_float
-from ._ends import ends_of_rows, raises
+from ._ends import ends_by_flags, ends_of_rows, raises
 from ._growth import Growth
 from ._lookups import ADDING
 from ._names import Names
@@ -38,7 +38,6 @@ from ._states import (
 _UNORDERED = {"dot_general", *REDUCTIONS}
 # What makes the entries of rows without entries of rows: equal ones, or ones from the numbers of the rows.
 _MAKES_ROWS = {"broadcast_in_dim", "tile", "iota", "random_bits", "random_split", "rng_bit_generator", "rng_uniform"}
-_ALL_OR_ANY = {"reduce_and", "reduce_or"}
 _UNNAMED = "a dim that grows with the rows is not known to be rows"
 _OWN_DERIVATIVE = "a derivative of its own mixes rows or is not linear"
 NOT_KNOWN = ("an unknown operation", _UNNAMED, _OWN_DERIVATIVE)
@@ -54,8 +53,8 @@ class RowDependence:
     - `judged`: the indices of the outputs that are judged. What only others depend on is not looked at.
     - `with_whole`: whether values that mix rows, but depend on no weight, are computed on the whole batch before, where that
         makes the function a sum over rows.
-    - `makes_text`: whether a loop that runs until all rows have ended keeps them apart: text is generated in this way, and
-        what follows an end is not used.
+    - `makes_text`: whether a loop that runs until a flag of each row is set keeps rows apart: text is generated in this way,
+        and what follows an end is not used.
 
     **Attributes:**
 
@@ -405,8 +404,9 @@ class RowDependence:
         runs = self._follow(condition, [*ins[:n_cond], *carry])[0]
         if runs.kind in (FREE, ROW):
             return [chosen(state, runs) for state in carry]
-        by, ends = ends_of_rows(step), {by.name for by in steps_of(condition) if id(by) in self._found}
-        if (self._makes_text and ends <= _ALL_OR_ANY) or (by is not None and self.of(by).kind == ROW):
+        by, reduced = ends_of_rows(step), [by for by in steps_of(condition) if id(by) in self._found]
+        has_ended = self._makes_text and ends_by_flags(condition, reduced, self._present)
+        if has_ended or (by is not None and self.of(by).kind == ROW):
             self._found = before
             return carry
         return [self._mixed("a loop that runs as long as any row needs", step)] * len(carry)
