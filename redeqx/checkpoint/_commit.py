@@ -186,13 +186,9 @@ def _probe(path: Path, peers: Peers) -> Capabilities:
         peers.together("probe made", lambda: write_new(path, [bytes(_SLOT * peers.n)]), alone=True)
         is_shared = all(peers.gather("probe seen", path.exists()))
         if is_shared:
-            with contextlib.suppress(OSError):  # its mark is then missing
-                fd = open_old(path, os.O_WRONLY)
-                try:
-                    os.pwrite(fd, marks[peers.index], peers.index * _SLOT)
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
+            with contextlib.suppress(OSError), open_old(path, "wb") as file:  # its mark is then missing
+                os.pwrite(file.fileno(), marks[peers.index], peers.index * _SLOT)
+                os.fsync(file.fileno())
         peers.gather("probe marked")
         in_place = is_shared and peers.index == 0 and read_file(path) == b"".join(marks)
         return Capabilities(is_shared, peers.gather("probe read", in_place)[0])

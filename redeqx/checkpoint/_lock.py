@@ -225,11 +225,11 @@ class _FileLock:
     def read(self) -> _Found | None:
         """Returns the owner and its last touch by the file server's clock; None if there is no lock."""
         try:
-            fd = open_old(self.path)  # opening it makes NFS ask its server
+            file = open_old(self.path)  # opening it makes NFS ask its server
         except OSError:
             return None
-        with os.fdopen(fd, "rb") as file:
-            return _Found(_owner_in(file.read(_MOST)), os.fstat(fd).st_mtime_ns)
+        with file:
+            return _Found(_owner_in(file.read(_MOST)), os.fstat(file.fileno()).st_mtime_ns)
 
     def touch(self, found: _Found) -> None:
         """Shows that the owner of the lock that was found is alive."""

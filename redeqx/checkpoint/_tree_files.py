@@ -55,18 +55,15 @@ class InPlace:
 
     def create(self, folder: Path) -> None:
         """Creates the file with its full size: once for each folder, before any `write`."""
-        fd = open_new(folder / self._name)
-        try:
-            os.posix_fallocate(fd, 0, self.size)  # raises if the disk is full, before any work
-        finally:
-            os.close(fd)
+        with open_new(folder / self._name) as file:
+            os.posix_fallocate(file.fileno(), 0, self.size)  # raises if the disk is full, before any work
 
     def write(self, folder: Path) -> tuple[int, list[int]]:
         """Writes this process's blocks, and calls fsync; returns what `finish` needs, as JSON: their contribution to the
         file's crc32, and how many items of each tensor were written."""
         contribution, n_items = 0, []
-        fd = open_old(folder / self._name, os.O_WRONLY)
-        try:
+        with open_old(folder / self._name, "wb") as file:
+            fd = file.fileno()
             # Threads write and flush while this one casts the next bytes and updates the checksum.
             with ThreadPoolExecutor(_WRITERS, "redeqx-write") as pool:
                 flush = _submit(pool, os.fdatasync, fd)
@@ -79,8 +76,6 @@ class InPlace:
                             flush = _submit(pool, os.fdatasync, fd)
                 flush.result()
             os.fsync(fd)
-        finally:
-            os.close(fd)
         return contribution, n_items
 
     def _write_block(self, fd: int, tensor: Tensor, block: Block, pool: ThreadPoolExecutor) -> int:
@@ -113,14 +108,11 @@ class InPlace:
                 raise _incomplete(path, f"all {expected} numbers of `{name}`", f"{found} from {len(written)} process(es)")
         crc32 = Crc32()
         crc32.add(self._header, 0)
-        fd = open_old(path, os.O_WRONLY)
-        try:
-            _pwrite(fd, memoryview(self._header)[8:], 8)
+        with open_old(path, "wb") as file:
+            _pwrite(file.fileno(), memoryview(self._header)[8:], 8)
             # The header's length is written last: until then it is 0, and every reader refuses the file.
-            _pwrite(fd, memoryview(self._header)[:8], 0)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+            _pwrite(file.fileno(), memoryview(self._header)[:8], 0)
+            os.fsync(file.fileno())
         contributions = [crc32.contribution(self.size), *(each for each, _ in written)]
         return {self._name: {"size": self.size, "crc32": crc32_of(contributions, self.size)}}
 

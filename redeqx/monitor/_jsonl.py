@@ -85,7 +85,7 @@ class JsonLines:
         if (content := b"".join(left)) == text:
             return
         if text.startswith(content):  # needs no room on a full disk
-            with os.fdopen(open_old(self._path, os.O_WRONLY), "wb") as file:
+            with open_old(self._path, "wb") as file:
                 file.truncate(len(content))
                 os.fsync(file.fileno())
         else:
@@ -109,8 +109,8 @@ class JsonLines:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         text = self._text()
         if not self._path.exists():
-            os.close(open_new(self._path))
-        file = os.fdopen(open_old(self._path, os.O_WRONLY | os.O_APPEND), "ab")
+            open_new(self._path).close()
+        file = open_old(self._path, "ab")
         if text and not text.endswith(b"\n"):
             file.truncate(text.rfind(b"\n") + 1)
         return file

@@ -12,6 +12,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Literal
 
 from ..errors import brief_name, check_path
 
@@ -41,28 +42,29 @@ def disk_path(path: str | Path, name: str = "path") -> Path:
     return Path(os.path.expanduser(path)).absolute()
 
 
-def open_new(path: Path) -> int:
-    """Creates an empty file in place of anything of that name, and returns its descriptor, open for writing."""
+def open_new(path: Path) -> IO[bytes]:
+    """Creates an empty file in place of anything of that name, and returns it, open for writing."""
     for _ in range(_MOST_TRIES):
         try:
-            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666)
+            return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666), "wb")
         except FileExistsError:
             path.unlink(missing_ok=True)
     raise FileExistsError(f"`{path}`: expected to create it, got another file at each attempt. Look who writes there.")
 
 
-def open_old(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Opens an existing file. Raises OSError for a link, a pipe, a folder and a device."""
+def open_old(path: Path, mode: Literal["rb", "wb", "ab"] = "rb") -> IO[bytes]:
+    """Opens an existing file, and keeps its content. Raises OSError for a link, a pipe, a folder and a device."""
+    flags = {"rb": os.O_RDONLY, "wb": os.O_WRONLY, "ab": os.O_WRONLY | os.O_APPEND}[mode]
     fd = os.open(path, flags | _NO_LINK | os.O_NONBLOCK)  # a pipe would block
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(f"`{path}`: expected a file, got {_kind(path)}. Remove it.")
-    return fd
+    return os.fdopen(fd, mode)
 
 
 def read_file(path: Path) -> bytes:
     """Returns the bytes of a file; raises as `open_old`."""
-    with os.fdopen(open_old(path), "rb") as file:
+    with open_old(path) as file:
         return file.read()
 
 
@@ -80,7 +82,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """Writes a file, in place of anything of that name, and calls fsync."""
-    with os.fdopen(open_new(path), "wb") as file:
+    with open_new(path) as file:
         file.writelines(chunks)
         file.flush()
         os.fsync(file.fileno())
