@@ -3,7 +3,6 @@
 It also holds what the trainers and predictors of a run share: processes, console, watchdog, preemption.
 """
 
-import json
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -220,13 +219,12 @@ class Deployer(RedcoNames):
         Raises TypeError for any other value, such as a NumPy boolean.
         """
         try:
-            value = json.loads(json.dumps(value))  # as the others receive it: a tuple is a list
+            return self.peers.gather("decide", value)[0]
         except TypeError:
             raise TypeError(
                 f"`decide`: expected a value that JSON can hold, got {type(value).__name__}. Convert it first, as by `bool` "
                 "or `float`."
             ) from None
-        return value if self.peers.n == 1 else self.peers.gather("decide", value)[0]
 
     # --- models ------------------------------------------------------------------------------------------------------
 

@@ -74,9 +74,8 @@ class Peers:
 
         Raises PeerError if a process does not contribute in time.
         """
-        if self.n == 1:
-            return [json.loads(json.dumps(value))]
-        return self.wait(self.contribute(topic, value), timeout)
+        value = json.loads(json.dumps(value))  # as the others receive it: a tuple is a list
+        return [value] if self.n == 1 else self.wait(self.contribute(topic, value), timeout)
 
     def contribute(self, topic: str, value: Any) -> str:
         """Adds this process's value to a gathering, without waiting; returns the gathering's name, for `wait`."""
@@ -114,7 +113,7 @@ class Peers:
         if not is_complete:
             self._end_if_missing()
             return
-        result = json.loads(json.dumps([contributed[i] for i in range(self.n)]))  # as the others receive it
+        result = [contributed[i] for i in range(self.n)]
         for i in self._links:
             self._send(i, "result", [name, result])
         with self._change:  # last: this process may end when it has the result, and then its threads can no longer send
