@@ -39,19 +39,19 @@ class Sending:
         `[n]`; E for none."""
         return jax.lax.all_gather(jnp.bincount(experts, length=self.n_experts), MODEL)
 
-    def sizes(self, counts: Array, n: int, number: Array | int) -> Array:
+    def sizes(self, counts: Array, n: int, number: Array) -> Array:
         """Returns the numbers of rows of its own experts that a device has in a pass, `[E / M]`."""
         return jnp.bincount(self._experts_in(counts, n, number), length=self.n_experts // self.n_devices)
 
-    def there(self, rows: Array, experts: Array, counts: Array, number: Array | int) -> Array:
+    def there(self, rows: Array, experts: Array, counts: Array, number: Array) -> Array:
         """Returns the rows `[n, d]` of a device's own experts in a pass, sorted by expert; zeros after them."""
-        return _there(self, rows, experts, counts, jnp.asarray(number, jnp.int32))
+        return _send(self, False, rows, experts, counts, number)
 
-    def back(self, rows: Array, experts: Array, counts: Array, number: Array | int) -> Array:
+    def back(self, rows: Array, experts: Array, counts: Array, number: Array) -> Array:
         """Returns the rows `[n, d]` of a device in their own order; zeros for those that are not sent in this pass."""
-        return _back(self, rows, experts, counts, jnp.asarray(number, jnp.int32))
+        return _send(self, True, rows, experts, counts, number)
 
-    def _experts_in(self, counts: Array, n: int, number: Array | int) -> Array:
+    def _experts_in(self, counts: Array, n: int, number: Array) -> Array:
         """Returns the expert of each row that arrives in a pass, among the device's own; their number for none. Rows arrive
         by device, and then by expert."""
         n_own = self.n_experts // self.n_devices
@@ -70,33 +70,25 @@ class Sending:
         return first + low, high - low, before + low - number * n
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _there(sending: Sending, rows: Array, experts: Array, counts: Array, number: Array) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _send(sending: Sending, is_back: bool, rows: Array, experts: Array, counts: Array, number: Array) -> Array:
     n = len(rows)
     first, sizes, places = sending._offsets(counts, n, number)
-    found = _exchange(sending, rows[jnp.argsort(experts)], first, sizes, places)
-    return found[jnp.argsort(sending._experts_in(counts, n, number))]
+    by_expert, arrived = jnp.argsort(experts), jnp.argsort(sending._experts_in(counts, n, number))
+    if is_back:
+        return _exchange(sending, rows[jnp.argsort(arrived)], places.T, sizes.T, first.T)[jnp.argsort(by_expert)]
+    return _exchange(sending, rows[by_expert], first, sizes, places)[arrived]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _back(sending: Sending, rows: Array, experts: Array, counts: Array, number: Array) -> Array:
-    n = len(rows)
-    first, sizes, places = sending._offsets(counts, n, number)
-    arrived = rows[jnp.argsort(jnp.argsort(sending._experts_in(counts, n, number)))]
-    found = _exchange(sending, arrived, places.T, sizes.T, first.T)
-    return found[jnp.argsort(jnp.argsort(experts))]
+def _forward(sending: Sending, is_back: bool, rows: Array, *rest: Array) -> tuple[Array, Any]:
+    return _send(sending, is_back, rows, *rest), rest
 
 
-def _forward(fn: Any, sending: Sending, rows: Array, *rest: Array) -> tuple[Array, Any]:
-    return fn(sending, rows, *rest), rest
+def _backward(sending: Sending, is_back: bool, rest: Any, gradient: Array) -> tuple[Any, ...]:
+    return _send(sending, not is_back, gradient, *rest), None, None, None
 
 
-def _backward(fn: Any, sending: Sending, rest: Any, gradient: Array) -> tuple[Any, ...]:
-    return fn(sending, gradient, *rest), None, None, None
-
-
-_there.defvjp(partial(_forward, _there), partial(_backward, _back))
-_back.defvjp(partial(_forward, _back), partial(_backward, _there))
+_send.defvjp(_forward, _backward)
 
 
 def _exchange(sending: Sending, rows: Array, first: Array, sizes: Array, places: Array) -> Array:
