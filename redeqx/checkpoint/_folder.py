@@ -58,22 +58,12 @@ class CheckpointFolder:
     """The checkpoints in a folder, read by one process, or by several that make the same calls in the same order."""
 
     def __init__(self, folder: Location, peers: Peers | None = None, log: Callable[[str], None] = lambda text: None):
-        """**Arguments:**
-
-        - `folder`: on a disk or in an object store. It need not exist.
-        - `peers`: the processes that read together.
-        - `log`: called with a message about files that are copied between processes.
-
-        **Attributes:**
-
-        - `damaged`: the checkpoints that were found damaged, and how. `save` does not count them among those it keeps.
-        """
-        self.folder = folder
+        self.folder = folder  # it need not exist
         self._peers = peers or Peers()
-        self._log = log
+        self._log = log  # called with a message about files that are copied between processes
         # Whether this process sees what the others write; on a disk this is unknown before a save.
         self._sees_all = self._peers.n == 1 or isinstance(folder, StorePath)
-        self.damaged: dict[Location, DamagedError] = {}
+        self.damaged: dict[Location, DamagedError] = {}  # `save` does not count these among those it keeps
         self._has_warned = False  # of a damaged index
 
     def index(self) -> dict[str, str]:

@@ -26,14 +26,7 @@ class TensorReader:
     """The tensors of one file or of several, by name."""
 
     def __init__(self, path: Location):
-        """**Arguments:**
-
-        - `path`: any safetensors file, of any library, or the index (`*.safetensors.index.json`) of several in the
-            same folder.
-
-        **Attributes:**
-
-        - `paths`: the files.
+        """Opens a safetensors file, of any library, or the index (`*.safetensors.index.json`) of several in its folder.
 
         Raises ValueError if a file is not a safetensors file, or disagrees with the index.
         """

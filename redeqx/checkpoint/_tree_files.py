@@ -28,20 +28,10 @@ _WRITERS = 3  # threads: two write and one flushes; more are no faster
 
 
 class InPlace:
-    """One file on a disk, from one process or from several, each with its own shards.
+    """One file on a disk, from one process or from several, each with its own shards. Its name begins with `kind`, such as
+    `"model"`; `leaves` and `float_dtype` are as for `write_tensors`. Its `size` is in bytes on the disk of this process."""
 
-    **Arguments:**
-
-    - `kind`: `"model"`, `"optimizer"` and so on: the first part of the file's name.
-    - `leaves`, `float_dtype`: as for `write_tensors`.
-
-    **Attributes:**
-
-    - `size`: bytes on the disk of this process.
-    - `needs_copy`: whether `copy` must be called before `write`.
-    """
-
-    needs_copy = False
+    needs_copy = False  # whether `copy` must be called before `write`
 
     def __init__(self, kind: str, leaves: Mapping[str, Any], float_dtype: Any):
         self._name = f"{kind}.safetensors"

@@ -27,28 +27,17 @@ from ._workers import CollatePool
 
 @dataclass(frozen=True)
 class Batch:
-    """The batch of one step, on the mesh.
+    """The batch of one step, on the mesh."""
 
-    **Arguments:**
-
-    - `groups`: the result of `place_batch`.
-    - `signature`: its structure, shapes and dtypes, which determine the compiled program.
-    - `counted_share`: the share of the rows in `groups` that count; the others are repetitions, to reuse a larger program.
-    - `n_examples`, `n_tokens`: the numbers in the whole step, over all processes; `n_tokens` is None if the batch has no
-        tokens. Rows of `groups` after the first `n_examples` are repetitions.
-    - `position`, `state`: those of the step's `Slice`.
-    - `rows`, `places`: this process's collated rows, and the number of each row's example.
-    """
-
-    groups: tuple[PyTree, ...]
-    signature: Any
-    counted_share: float
-    n_examples: int
-    n_tokens: int | None
-    position: int
+    groups: tuple[PyTree, ...]  # the result of `place_batch`
+    signature: Any  # its structure, shapes and dtypes, which determine the compiled program
+    counted_share: float  # of the rows in `groups`; the others are repetitions, to reuse a larger program
+    n_examples: int  # in the whole step, over all processes; rows of `groups` after these are repetitions
+    n_tokens: int | None  # likewise; None if the batch has no tokens
+    position: int  # that of the step's `Slice`, as is `state`
     state: Any
-    rows: PyTree
-    places: Sequence[int]
+    rows: PyTree  # this process's collated rows
+    places: Sequence[int]  # the number of each row's example
 
     @property
     def micro_batch(self) -> PyTree:

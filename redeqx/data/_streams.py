@@ -31,11 +31,7 @@ class Stream(Iterator[Any]):
     leads elsewhere, by reading up to the position. If neither works, a warning says so. Examples that differ at each reading
     (random crops, for example) cannot be compared; the state is then trusted.
 
-    **Arguments:**
-
-    - `position`: the number of examples before the first one to read.
-    - `saved`: the result of `state` at this position.
-    - `name`: the name of the iterable in errors.
+    Reading begins after `position` examples; `saved` is the result of `state` there.
     """
 
     def __init__(self, iterable: Any, position: int = 0, saved: Any = None, name: str = "train_examples"):

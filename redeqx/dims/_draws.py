@@ -54,27 +54,14 @@ def place_of_rows(dims: Sequence[Factors]) -> tuple[int, int, int] | None:
 
 
 class Draws:
-    """What a function draws.
-
-    **Arguments:**
-
-    - `names`, `growth`: the names of a function, and what changes with the number of rows.
-    - `judged`: the indices of the outputs to look at.
-
-    **Attributes:**
-
-    - `by_number`: the equations to compute from the numbers of the rows.
-    - `refused`: pairs of a step that draws for rows but cannot follow their numbers, and why.
-    - `wrong`: the first step that needs the numbers of rows, but cannot have them, and why; None if there is no such step.
-    - `is_random`: whether anything may be drawn.
-    """
+    """What a function draws for the outputs with the indices `judged`."""
 
     def __init__(self, names: Names, growth: Growth, judged: Collection[int]):
         self._growth = growth
         self.by_number: list[ByNumber] = []
-        self.refused: list[tuple[Step, str]] = []
-        self.wrong: tuple[Step, str] | None = None
-        self.is_random = False
+        self.refused: list[tuple[Step, str]] = []  # what draws for rows but cannot follow their numbers, and why
+        self.wrong: tuple[Step, str] | None = None  # the first that needs the numbers of rows but cannot have them, and why
+        self.is_random = False  # whether anything may be drawn
         needed = names.needed(judged)
         self._numbers = names.needed(judged, with_own_indices=False)
         for step in steps_of(names.root):

@@ -14,18 +14,13 @@ from ._relations import relation_of
 
 
 class Related(Inference):
-    """The dims of an equation without inner jaxprs, by their factors.
-
-    **Attributes:**
-
-    - `ins`, `outs`: for each operand and output the factors of each dim, most significant first. Dims that are the same have
-        the same factors.
-    """
+    """The dims of an equation without inner jaxprs, by their factors."""
 
     def __init__(self, eqn: Any):
         super().__init__()
         self._step = step = Step(eqn, [self.fresh(atom.aval) for atom in eqn.invars])
         outs = relation_of(eqn)(self, eqn, step.ins)
+        # For each operand and output the factors of each dim, most significant first. Equal dims have equal factors.
         self.ins: Sequence[Sequence[Dim]] = [list(map(_factors, value.dims)) for value in step.ins]
         self.outs: Sequence[Sequence[Dim]] = [list(map(_factors, dims)) for dims in outs]
 

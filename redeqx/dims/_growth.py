@@ -23,11 +23,7 @@ _SIZES = {  # parameters that are sizes of dims, which the names explain
 
 
 class Growth:
-    """What changes with the number of rows.
-
-    **Arguments:**
-
-    - `names`, `other`: the names of a function for two numbers of rows.
+    """What changes with the number of rows, between the names of a function for one number and for another.
 
     **Attributes:**
 
@@ -35,14 +31,12 @@ class Growth:
     - `is_grouped`: whether reshapes divide the rows into groups of constant size, which may be mixed inside.
     - `rows`: the atoms of the rows; of their groups, if they are grouped.
     - `group`: parts of the rows are a multiple of this: the number of consecutive rows of a group.
-    - `degrees`: by the id of a constant that changes, d if it is proportional to the d-th power of the number of rows; None
-        if it is not a power.
-    - `unexplained`: the ids of values that are not known to be the same function of rows.
     """
 
     def __init__(self, names: Names, other: Names):
+        # By the id of a constant that changes, d if it is proportional to the d-th power of the number of rows, or None.
         self.degrees: dict[int, int | None] = {}
-        self.unexplained: set[int] = set()
+        self.unexplained: set[int] = set()  # the ids of values that are not known to be the same function of rows
         ours, others = list(steps_of(names.root)), list(steps_of(other.root))
         has_same_steps = [s.name for s in ours] == [s.name for s in others]
         self.rows, self.group, self.is_grouped = frozenset(names.rows), 1, False

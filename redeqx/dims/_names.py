@@ -44,19 +44,14 @@ class Names(Inference):
     **Arguments:**
 
     - `closed`: its closed jaxpr, in normal form without remats.
-    - `inputs`: what its inputs are.
     - `returns_rows`: whether dim 0 of each output is rows.
     - `is_differentiated`: whether to follow derivatives that are not JAX's too.
-
-    **Attributes:**
-
-    - `root`: the block of the function.
-    - `places`: by the id of an equation that can be replaced, its place among `equations_of(closed)`.
     """
 
     def __init__(self, closed: Any, inputs: Inputs, *, returns_rows: bool = False, is_differentiated: bool = False):
         super().__init__()
         self.inputs, self.is_differentiated = inputs, is_differentiated
+        # Of each equation that can be replaced, by its id.
         self.places = {id(eqn): place for place, eqn in enumerate(equations_of(closed))}
         ins = [self.fresh(var.aval) for var in closed.jaxpr.invars]
         self._rows: Dim = ()

@@ -48,8 +48,6 @@ class RowDependence:
 
     **Arguments:**
 
-    - `names`: the names of a function.
-    - `growth`: what changes with the number of rows.
     - `judged`: the indices of the outputs that are judged. What only others depend on is not looked at.
     - `with_whole`: whether values that mix rows, but depend on no weight, are computed on the whole batch before, where that
         makes the function a sum over rows.
@@ -59,8 +57,6 @@ class RowDependence:
     **Attributes:**
 
     - `outs`: the states of the judged outputs, by their indices.
-    - `whole`: the root's steps to compute on the whole batch.
-    - `in_order`: whether these, or what they are computed from, depend on the order of the rows.
     - `scaled`: by the id of a step, for each of its operands the power of the rows' number in the whole batch over that in a
         part, to multiply it by.
     """
@@ -78,8 +74,9 @@ class RowDependence:
         while with_whole and not self.is_sum and not self._wanted.keys() <= self._whole.keys():
             self._whole |= self._wanted
             self._run()
-        self.whole = self._needed() if self.is_sum else []
+        self.whole = self._needed() if self.is_sum else []  # the root's steps to compute on the whole batch
         before = reached((out for step in self.whole for out in step.outs), lambda value: value.reads)
+        # Whether these, or what they are computed from, depend on the order of the rows.
         self.in_order = any(self._needs_order(by) for by in names.root.steps if not before.isdisjoint(map(id, by.outs)))
 
     def _run(self) -> None:

@@ -32,32 +32,20 @@ class Scaled(NamedTuple):
 
 @dataclass(frozen=True)
 class RowUse:
-    """What a function does with the rows of its batch.
+    """What a function does with the rows of its batch."""
 
-    **Arguments:**
-
-    - `kind`: "separable", its outputs are means or sums over rows, or rows; "after", they are once the values of `whole`,
-        which depend on data alone, were computed on the whole batch; "mixed", what it computes for a row depends on other
-        rows; "unknown", the analysis has no answer. Only "separable" and "after" are proofs.
-    - `degree`: 0 for a mean over rows, 1 for a sum.
-    - `group`: that many consecutive rows belong together: preference pairs, or the samples of a prompt.
-    - `line`: `file:line` of the first equation that mixes rows, or of what is unknown.
-    - `why`: what that equation does, such as "a reduction over rows".
-    - `metrics`: one phrase with its line for each metric that mixes rows, so that it is one of each part.
-    - `draws`: one sentence with its line for each random draw that cannot follow the rows.
-    - `changes_state`: whether the function returns a part of the model's state changed: each part of the batch changes it.
-    - `no_sums`: the metrics whose weight grows with the number of rows, and their total does not, as that of a mean.
-    """
-
+    # "separable": its outputs are means or sums over rows, or rows; "after": they are once the values of `whole`, which
+    # depend on data alone, were computed on the whole batch; "mixed": what it computes for a row depends on other rows;
+    # "unknown": the analysis has no answer. Only "separable" and "after" are proofs.
     kind: Literal["separable", "after", "mixed", "unknown"]
-    degree: int = 0
-    group: int = 1
-    line: str = ""
-    why: str = ""
-    metrics: tuple[str, ...] = ()
-    draws: tuple[str, ...] = ()
-    changes_state: bool = False
-    no_sums: tuple[str, ...] = ()
+    degree: int = 0  # 0 for a mean over rows, 1 for a sum
+    group: int = 1  # that many consecutive rows belong together: preference pairs, or the samples of a prompt
+    line: str = ""  # `file:line` of the first equation that mixes rows, or of what is unknown
+    why: str = ""  # what that equation does, such as "a reduction over rows"
+    metrics: tuple[str, ...] = ()  # one phrase with its line for each metric that mixes rows, so that it is one of each part
+    draws: tuple[str, ...] = ()  # one sentence with its line for each random draw that cannot follow the rows
+    changes_state: bool = False  # whether each part of the batch changes the model's state
+    no_sums: tuple[str, ...] = ()  # metrics whose weight grows with the rows, and their total does not, as that of a mean
     gathers: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # lines over which rows cannot be split, and why
     is_random: bool = True  # whether anything may be drawn
     trace: Any = field(default=None, repr=False, compare=False)  # in normal form, for the given shapes, from 4 rows on

@@ -8,28 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Member:
-    """This process as a member of a run of several, and the coordinator's address.
+    """This process as a member of a run of several, and the coordinator's address."""
 
-    **Arguments:**
-
-    - `n`, `index`: the number of processes, and the index of this one.
-    - `host`, `port`: the address of process 0.
-    - `bind`: the address that process 0 listens on; `""` for all of its addresses.
-    - `local_devices`: the indices of this host's devices that belong to this process; None for all.
-    - `coordinator`: `host:port` that JAX's coordinator listens on; `""` for `bind` and `port`.
-    - `token`: a secret that only the processes of this run know, if they can share one, else `""`.
-    - `source`: the launcher that gave these numbers, for errors; `""` for arguments.
-    """
-
-    n: int
+    n: int  # the number of processes
     index: int
-    host: str
+    host: str  # the address of process 0
     port: int
-    bind: str = ""
-    local_devices: tuple[int, ...] | None = None
-    coordinator: str = ""
-    token: str = ""
-    source: str = ""
+    bind: str = ""  # the address that process 0 listens on; `""` for all of its addresses
+    local_devices: tuple[int, ...] | None = None  # the indices of this process's devices on this host; None for all
+    coordinator: str = ""  # `host:port` that JAX's coordinator listens on; `""` for `bind` and `port`
+    token: str = ""  # a secret that only the processes of this run know, if they can share one, else `""`
+    source: str = ""  # the launcher that gave these numbers, for errors; `""` for arguments
 
 
 def unknown_host(host: str, error: socket.gaierror) -> ValueError:

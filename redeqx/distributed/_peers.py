@@ -29,23 +29,14 @@ _SAME_SCRIPT = "Every process must run the same script with the same arguments."
 
 
 class Peers:
-    """This process and the others of its run.
-
-    **Arguments:**
-
-    - `n`, `index`: the number of processes, and the index of this one, from 0.
-    - `heartbeat`: seconds of silence after which another process counts as gone.
-
-    Attributes: `step`, the last step of this process; `committed`, the last step that is safe on disk, which a process
-    prints before it leaves.
-    """
+    """This process and the others of its run."""
 
     def __init__(self, n: int = 1, index: int = 0, heartbeat: float = HEARTBEAT):
-        self.n: int = n
-        self.index: int = index
-        self.heartbeat: float = heartbeat
-        self.committed: int | None = None
-        self.step: int | None = None
+        self.n: int = n  # the number of processes
+        self.index: int = index  # of this one, from 0
+        self.heartbeat: float = heartbeat  # seconds of silence after which another process counts as gone
+        self.committed: int | None = None  # the last step that is safe on disk, which a process prints before it leaves
+        self.step: int | None = None  # the last one of this process
         self._links: dict[int, Link] = {}  # to the coordinator; at the coordinator, to each other process
         self._n_calls: Counter[str] = Counter()
         self._contributed: dict[str, dict[int, Any]] = {}  # at the coordinator: contributions so far, by gathering

@@ -36,16 +36,8 @@ Marks = dict[str, Mark]  # by the `of` of a record: trainers count their own ste
 
 
 class Delivery:
-    """Delivers to one tracker. The first record opens the tracker's run.
-
-    **Arguments:**
-
-    - `name`: the name of the tracker.
-    - `workdir`: where the run's id and the delivered mark are stored; None stores neither.
-    - `log`: prints a line.
-
-    Attributes: `is_new`, whether this process began the tracker's run, rather than an earlier process.
-    """
+    """Delivers to one tracker. The first record opens the tracker's run. Without a workdir nothing is stored: neither the
+    run's id, nor what was delivered. Attribute `is_new`: whether this process began the run, rather than an earlier one."""
 
     def __init__(self, name: str, workdir: Path | None, log: Callable[[str], None]):
         self._name, self._workdir, self._log = name, workdir, log

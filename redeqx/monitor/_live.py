@@ -57,13 +57,6 @@ class ProgressLine:
     lines are printed: for the first step, then at growing intervals, and for the last. A nested one (an evaluation inside a
     fit) has no line of its own: the outer one reports compilations.
 
-    **Arguments:**
-
-    - `n_epochs`, `n_steps`: the totals, or None if unknown; then the time left is not shown. They may be set later.
-    - `first_step`: steps done before the loop begins, as after a resume; counted in `n_steps`.
-    - `title`: printed at the beginning of the line.
-    - `unit`: the name of what is counted, instead of steps.
-
     Attribute `goodput`: where the time of the run goes.
     """
 
@@ -79,6 +72,7 @@ class ProgressLine:
         title: str = "",
         unit: str = "step",
     ):
+        # The totals, or None if unknown; then the time left is not shown. They may be set later.
         self.n_epochs = n_epochs
         self.n_steps = n_steps
         self.goodput = goodput
@@ -87,6 +81,7 @@ class ProgressLine:
         self._shows = False
         self._outer: ProgressLine | None = None  # the line that is shown, if this one is nested in it
         self._live: Live | None = None
+        # Steps done before the loop begins, as after a resume, are counted in `n_steps`.
         self._step = self._first_step = self._printed_step = first_step
         self._epoch: int | None = None
         self._metrics: Mapping[str, float] = {}

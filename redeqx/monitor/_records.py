@@ -27,12 +27,7 @@ RECORDS = (_METRICS, _SPEED, *(f"trackers/{name}.json" for name in TRACKERS))
 class Records:
     """Records for the run in process 0; other processes only check the arguments.
 
-    **Arguments:**
-
-    - `workdir`: the folder of the run; None writes no files.
-    - `loggers`: trackers, as names or objects.
-    - `is_main`: whether this process records.
-    - `log`: prints a line. Threads hold it, so it must not hold this object.
+    Without a workdir there are no files. Threads hold `log`, which prints a line, so it must not hold this object.
 
     Attributes: `goodput`, where the time of the run goes; `has_trackers`, whether there are trackers by name, also in other
     processes than the main one; `is_kept`, whether this process writes or sends what it records.

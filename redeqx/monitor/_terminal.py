@@ -14,14 +14,8 @@ from ..distributed import discard
 
 
 class Terminal(RichConsole):
-    """A stream to print to. A reader that is gone (the `tee` or `ssh` that showed it), a full disk, and letters that its
-    encoding lacks are no errors.
-
-    **Arguments:**
-
-    - `stream`: the text stream; None for standard output.
-    - `is_terminal`: whether it is a terminal; None asks the stream.
-    - `prints`: whether to print at all.
+    """A stream to print to, by default standard output. A reader that is gone (the `tee` or `ssh` that showed it), a full
+    disk, and letters that its encoding lacks are no errors. If `is_terminal` is None, the stream is asked.
 
     Attributes: `owns_stdout`, whether the user's output goes there too; `shown`, the progress line that is shown, or None.
     """

@@ -25,18 +25,14 @@ KINDS = ("matrix", "head", "embedding", "convolution", "bias", "norm", "other")
 
 @dataclass(frozen=True)
 class Kind:
-    """The role of a leaf in its layer.
+    """The role of a leaf in its layer."""
 
-    **Arguments:**
-
-    - `name`: one of `"matrix"` (the weight of a fully connected layer, of an attention's projection, of a recurrent cell or
-        of an adapter), `"head"` (a matrix that computes the model's outputs), `"embedding"`, `"convolution"`, `"bias"` (of
-        one of these layers), `"norm"` (any leaf of a normalisation), `"other"`.
-    - `outputs`, `inputs`: for a matrix or a head, the dims of the layer's outputs, and of its inputs, which the product
-        contracts. All other dims stack matrices: layers of a scan, experts, vmapped heads.
-    """
-
+    # One of `"matrix"` (the weight of a fully connected layer, of an attention's projection, of a recurrent cell or of an
+    # adapter), `"head"` (a matrix that computes the model's outputs), `"embedding"`, `"convolution"`, `"bias"` (of one of
+    # these layers), `"norm"` (any leaf of a normalisation), `"other"`.
     name: str
+    # For a matrix or a head, the dims of the layer's outputs, and of its inputs, which the product contracts. All other dims
+    # stack matrices: layers of a scan, experts, vmapped heads.
     outputs: tuple[int, ...] = ()
     inputs: tuple[int, ...] = ()
 

@@ -41,30 +41,23 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """The steps of a trainer on one mesh, and the shapes and shardings of the arrays that they carry. It creates no array.
-
-    **Arguments:**
-
-    - `state`: shapes with shardings.
-    - `update`: the optimizer's, which the train step makes.
-    - `init_opt_state`: maps the trained arrays to the optimizer state, whose shards are created in place.
-    - `eval_params`: maps the optimizer state and the trained arrays to those to evaluate; None if these are the same.
-    - `saved`: what each loop saves, where that is chosen by value; known when the train step has been traced.
-    """
+    """The steps of a trainer on one mesh, and the shapes and shardings of the arrays that they carry."""
 
     plan: Plan
     structure: Structure
-    state: TrainState
+    state: TrainState  # shapes with shardings
     opt_treedef: Any
     layers_treedef: Any
-    update: Update
+    update: Update  # the optimizer's, which the train step makes
+    # Maps the trained arrays to the optimizer state, whose shards are created in place.
     init_opt_state: Callable[[list[Array]], list[Array]]
     train_step: Callable[..., Any]
     metric_names: list[str]
     eval_step: Callable[..., Any]
     eval_names: list[str]
+    # Maps the optimizer state and the trained arrays to those to evaluate; None if these are the same.
     eval_params: Callable[[list[Array], list[Array]], list[Array]] | None
-    saved: Sequence[Loop] = ()
+    saved: Sequence[Loop] = ()  # what each loop saves, where that is chosen by value, once the train step was traced
 
     # --- a state as trees --------------------------------------------------------------------------------------------
 

@@ -13,21 +13,14 @@ class TrainState(eqx.Module):
     """What training carries from step to step: a checkpoint is these arrays and a record.
 
     The leaves are arrays, or their shapes, or their shardings. Lists are in the order of the model's tree.
-
-    **Arguments:**
-
-    - `trained`, `frozen`: the leaves of the model.
-    - `opt_state`, `layers`: the leaves of the optimizer state, and of the state of layers such as BatchNorm.
-    - `counts`: int32 `[2]`: the number of steps taken, and of skipped ones among them.
-    - `stream`: int `[2]`, from which each step derives its key (`stream_key`).
     """
 
     trained: list[Any]
     frozen: list[Any]
     opt_state: list[Any]
-    layers: list[Any]
-    counts: Any
-    stream: Any
+    layers: list[Any]  # the state of layers such as BatchNorm
+    counts: Any  # int32 `[2]`: the number of steps taken, and of skipped ones among them
+    stream: Any  # int `[2]`, from which each step derives its key (`stream_key`)
 
     def delete_donated(self) -> None:
         """Deletes the arrays that a step was given, so that whoever still holds one gets JAX's error if they use it.

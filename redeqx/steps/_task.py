@@ -48,39 +48,27 @@ class Task:
 
     `loss`, `gradient` and `judged` return functions `(weights, state, batch, key) -> (sums, state)`: the user's loss, or
     loss and gradients, as sums over the rows of a batch, for a model as a flat list of the trained and the frozen arrays.
-
-    **Arguments:**
-
-    - `structure`: the names of the trained and the frozen leaves, and everything else of the model.
-    - `loss_fn`, `grad_fn`, `collate_fn`, `optimizer`, `lr_schedule_fn`: the Trainer's arguments.
-    - `compute`: the Trainer's argument; `optimizer` was made for its precision.
-    - `has_state`: whether the model has stateful layers.
-    - `accumulate`: micro-batches per update.
-    - `plan`: the user's own plan; None makes one from the loss.
-    - `max_skipped`: how many updates in a row that are not finite may be skipped; None skips none.
-    - `n_parts`: the number of parts of each micro-batch, computed one after the other.
-    - `xla_settings`: for the train and eval steps, as for `Deployer`.
-    - `rows`, `eval_rows`: what the loss does with rows in training and in an evaluation, where layers such as BatchNorm
-        compute something else; None until a batch is known.
-    - `uses`: the verdicts so far, see `row_use`.
+    Fields without a comment are the Trainer's arguments.
     """
 
-    structure: Structure
+    structure: Structure  # the names of the trained and the frozen leaves, and everything else of the model
     loss_fn: Callable[..., Any]
     optimizer: optax.GradientTransformation
-    compute: Compute
-    has_state: bool = False
+    compute: Compute  # `optimizer` was made for its precision
+    has_state: bool = False  # whether the model has stateful layers
     grad_fn: Callable[..., Any] | None = None
     lr_schedule_fn: Callable[[Any], Any] | None = None
     collate_fn: Callable[[list], PyTree] = list
-    accumulate: int = 1
-    plan: Plan | None = None
-    max_skipped: int | None = None
-    n_parts: int = 1
-    xla_settings: XlaOptions | str | None = "auto"
+    accumulate: int = 1  # micro-batches per update
+    plan: Plan | None = None  # the user's own plan; None makes one from the loss
+    max_skipped: int | None = None  # how many updates in a row that are not finite may be skipped; None skips none
+    n_parts: int = 1  # of each micro-batch, computed one after the other
+    xla_settings: XlaOptions | str | None = "auto"  # for the train and eval steps, as for `Deployer`
+    # What the loss does with rows in training and in an evaluation, where layers such as BatchNorm compute something else;
+    # None until a batch is known.
     rows: RowUse | None = None
     eval_rows: RowUse | None = None
-    uses: dict[Any, RowUse] = field(default_factory=dict, compare=False, repr=False)
+    uses: dict[Any, RowUse] = field(default_factory=dict, compare=False, repr=False)  # the verdicts so far, see `row_use`
 
     def trace(self, model: PyTree, state: PyTree, batch: PyTree) -> Trace:
         """Traces the loss for the shapes of a batch. The trace of the verdict about rows is used if it is for these."""

@@ -26,25 +26,15 @@ SCHEMES = {"s3": "S3Store", "gs": "GCSStore"}
 
 @dataclass
 class Limits:
-    """The limits of requests.
+    """The limits of requests."""
 
-    **Attributes:**
-
-    - `part`: bytes sent or read by one request, if they can be split.
-    - `gap`: gaps of up to this many bytes are read and dropped, which is faster than a further request.
-    - `concurrent`: concurrent requests of one call.
-    - `timeout`: seconds for one request: 8 of 8 MiB on a link of 0.5 MiB/s.
-    - `retries`: with pauses from `pause` to 15 seconds.
-    - `give_up`: seconds after which a request is not retried.
-    """
-
-    part: int = 2**23
-    gap: int = 2**20
-    concurrent: int = 8
-    timeout: float = 120.0
-    retries: int = 10
+    part: int = 2**23  # bytes sent or read by one request, if they can be split
+    gap: int = 2**20  # gaps of up to this many bytes are read and dropped, which is faster than a further request
+    concurrent: int = 8  # concurrent requests of one call
+    timeout: float = 120.0  # seconds for one request: 8 of 8 MiB on a link of 0.5 MiB/s
+    retries: int = 10  # with pauses from `pause` to 15 seconds
     pause: float = 0.1
-    give_up: float = 180.0
+    give_up: float = 180.0  # seconds after which a request is not retried
 
 
 limits = Limits()

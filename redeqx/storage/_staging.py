@@ -26,10 +26,7 @@ class Staging:
     """A temporary folder whose files are uploaded to a store. When the process ends or this object is collected, the
     remaining files are uploaded and the folder is removed; if that fails, it is kept, with a warning.
 
-    **Arguments:**
-
-    - `to`: the destination; files keep their relative paths.
-    - `restored`: paths of files to download first, because a run continues them.
+    Files keep their relative paths. Those in `restored` are downloaded first, because a run continues them.
 
     Raises OSError if the store does not answer.
     """

@@ -36,24 +36,14 @@ from ._state import Checkpoint, Origins, checkpoint_trees, leaves_of
 
 
 class Checkpointer:
-    """Saves and restores one engine.
-
-    **Attributes:**
-
-    - `checkpoints`: the checkpoints of the workdir; None without one.
-    - `progress`: how far the fits have come.
-    - `fit_index`: the number of finished fits.
-    - `tags`: names of the running fit for the next checkpoint of this step.
-    - `states`: of the callbacks of the fit that was resumed, interrupted or ended last.
-    - `origins`: where the model's arrays come from.
-    """
+    """Saves and restores one engine."""
 
     def __init__(self, engine: Engine):
         deployer, task, folder = engine.deployer, engine.task, engine.name or ""
-        self.engine, self.progress, self.fit_index = engine, Progress(), 0
-        self.tags: set[str] = set()
+        self.engine, self.progress, self.fit_index = engine, Progress(), 0  # the number of finished fits
+        self.tags: set[str] = set()  # names of the running fit for the next checkpoint of this step
         self._callbacks: Callbacks | None = None  # of the running fit
-        self.states: dict[str, dict[str, Any]] = {}
+        self.states: dict[str, dict[str, Any]] = {}  # of the callbacks of the fit that was resumed, or ran last
         # What the next fit does: it looks for an earlier run, begins anew, whatever `progress` says, or goes on.
         self._next: Literal["look", "begin", "go on"] = "look"
         self._is_resumed = False  # whether `progress` is that of an earlier process

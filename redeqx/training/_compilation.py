@@ -32,15 +32,10 @@ class CalledStep(NamedTuple):
 
 
 class CalledSteps:
-    """The calls of a jitted step with a name, of a user's function.
-
-    **Attributes:**
-
-    - `known`: the steps that have been called, by the signature of their batch.
-    """
+    """The calls of a jitted step with a name, of a user's function."""
 
     def __init__(self, deployer: Deployer, name: str, fn: str):
-        self.known: dict[Any, CalledStep] = {}
+        self.known: dict[Any, CalledStep] = {}  # by the signature of their batch
         self._deployer, self._name, self._fn = deployer, name, fn
         self._step: Any = None
 

@@ -35,50 +35,29 @@ from ._state import Checkpoint, given_state, load_state, match_state, moved, new
 
 
 class Engine:
-    """The arrays and programs of one model.
+    """The arrays and programs of one model. `name` tells the engines of a run apart: it is the prefix of metrics, and the
+    folder of checkpoints. In a dry run `model` and `model_state` are shapes."""
 
-    **Arguments:**
-
-    - `deployer`: the devices, processes, folder and console.
-    - `task`: how the model is trained.
-    - `pool`: calls the task's `collate_fn`; it ends with the engine.
-    - `model`, `model_state`: arrays, or their shapes in a dry run.
-    - `name`: tells the engines of a run apart: the prefix of metrics, and the folder of checkpoints.
-
-    **Attributes:**
-
-    - `step`, `n_examples`, `position`: the numbers of updates and of their examples so far, and where that is in the
-        trainer's fits. They change together, so that a checkpoint that is saved at any time is consistent.
-    - `stream`: from which each step derives its key (`Deployer.next_stream`).
-    - `program`: the compiled steps, and the shapes of the arrays that they carry; None until the model is placed.
-    - `pending`: the checkpoint to load when the model is placed, instead of the given values.
-    - `metrics`: the metrics of its updates.
-    - `hyperparams`: the hyperparameters in the optimizer's state.
-    - `checkpoints`: those of the workdir, of which errors name the newest.
-    - `line`: shows the progress of what runs: a fit, a pass, or the updates of a user's own loop.
-    - `called`, `evaluated`, `newest_step`: the calls of train and eval steps, and the train step that was called last.
-    - `is_updating`: whether updates are in progress.
-    - `every`: all engines of this process.
-    """
-
-    every: ClassVar[WeakSet["Engine"]] = WeakSet()
-    pending: Checkpoint | None
-    checkpoints: CheckpointManager | None
+    every: ClassVar[WeakSet["Engine"]] = WeakSet()  # all engines of this process
+    pending: Checkpoint | None  # the checkpoint to load when the model is placed, instead of the given values
+    checkpoints: CheckpointManager | None  # those of the workdir, of which errors name the newest
 
     def __init__(
         self, deployer: Deployer, task: Task, pool: CollatePool, model: PyTree, model_state: PyTree, name: str | None
     ):
-        self.deployer, self.task, self.name, self._pool = deployer, task, name, pool
+        self.deployer, self.task, self.name, self._pool = deployer, task, name, pool  # which ends with the engine
+        # Updates and their examples so far, and where that is in the trainer's fits. These change together, so that a
+        # checkpoint that is saved at any time is consistent.
         self.step, self.n_examples, self.position = 0, 0, Position()
         self.stream, self.pending, self.checkpoints = deployer.next_stream(), None, None
         self.metrics = Metrics(deployer.console.info, task.max_skipped)
         self.hyperparams = Hyperparams()
-        self.line: ProgressLine = deployer.console.progress(title="update")
+        self.line: ProgressLine = deployer.console.progress(title="update")  # of a fit, a pass, or a user's own loop
         self.records: Records = deployer.console.records
         self.is_updating = False
         self._uses: dict[bool, dict[Any, RowUse]] = {False: {}, True: {}}  # by `inference`, then by the shapes of a row
         self.called, self.evaluated = TrainSteps(deployer), CalledSteps(deployer, "eval step", "loss_fn")
-        self.newest_step: CalledStep | None = None
+        self.newest_step: CalledStep | None = None  # the train step that was called last
         self._given = model, model_state  # before they are placed
         self.program: Program | None = None  # None until then
         self._state: TrainState | None = None  # None also if it was freed for a checkpoint that then could not be read

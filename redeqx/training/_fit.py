@@ -163,19 +163,7 @@ class FitOptions:
 
 
 class Fit:
-    """One fit of an engine's model.
-
-    **Arguments:**
-
-    - `trainer`: passed to the callbacks.
-
-    **Attributes:**
-
-    - `tags`: names of the next checkpoint, in addition to `"last"`.
-    - `began_at`: the step at which it began.
-    - `ends_epoch`: whether the newest step is the last one of its epoch.
-    - `stop_requested`: whether it is to end after this step.
-    """
+    """One fit of an engine's model. The trainer is passed to the callbacks."""
 
     def __init__(self, engine: Engine, checkpointer: Checkpointer, options: FitOptions, trainer: Any):
         self.engine, self.checkpointer, self.options, self.trainer = engine, checkpointer, options, trainer
@@ -187,7 +175,7 @@ class Fit:
             self.eval_size_of_loss = BatchSize.of(engine.deployer.mesh, *given, prefix="eval_")
         itself = weakref.proxy(self)  # in a cycle, the arrays of a trainer that was deleted would stay for a while
         self.callbacks = Callbacks(trainer, [Evaluate(itself), KeepBest(itself)], options.callbacks, [Save(itself)])
-        self.began_at, self.ends_epoch = engine.step, False
+        self.began_at, self.ends_epoch = engine.step, False  # whether the newest step is the last one of its epoch
         self.stop_requested = self._is_stopping = False
 
     @property

@@ -185,22 +185,13 @@ def _overrides(callback: Callback, method: str) -> bool:
 
 
 class Callbacks:
-    """The callbacks of one fit, and the trainer that is passed to them.
-
-    **Arguments:**
-
-    - `own`: the user's; `before` and `after` them are those of the fit itself.
-
-    **Attributes:**
-
-    - `has_begun`: whether their states of an earlier run were restored, before the first call.
-    - `was_called`: whether one was called since this was last set to False; the same in all processes.
-    """
+    """The callbacks of one fit, the user's `own` between those of the fit itself, and the trainer that is passed to them."""
 
     def __init__(self, trainer: Any, before: Sequence[Callback], own: Sequence[Callback], after: Sequence[Callback]):
         self.trainer, self.own, self.each = trainer, own, [*before, *own, *after]
         self._overriding = {method: [each for each in self.each if _overrides(each, method)] for method in _METHODS}
-        self.has_begun = self.was_called = False
+        self.has_begun = False  # whether their states of an earlier run were restored, before the first call
+        self.was_called = False  # since this was last set to False; the same in all processes
         self._is_saving = False  # within `on_save`
 
     @staticmethod

@@ -21,23 +21,14 @@ LAG = 2  # this many newest steps stay unread, so that the device has one queued
 
 @dataclass(frozen=True)
 class Queued:
-    """An update that the device may still be computing.
+    """An update that the device may still be computing."""
 
-    **Arguments:**
-
-    - `step`: the engine's step after it.
-    - `epoch`: in a fit, the epoch, from 1; None outside a fit.
-    - `names`, `vector`: the names of the metrics; their values, and then the weight of the loss.
-    - `batch`: without its arrays on devices, so that their memory can be freed.
-    - `work`: its work on one device; None if nothing shows the rates.
-    """
-
-    step: int
-    epoch: int | None
-    names: Sequence[str]
-    vector: jax.Array
-    batch: Batch
-    work: Work | None
+    step: int  # the engine's step after it
+    epoch: int | None  # in a fit, the epoch, from 1; None outside a fit
+    names: Sequence[str]  # of the metrics
+    vector: jax.Array  # their values, and then the weight of the loss
+    batch: Batch  # without its arrays on devices, so that their memory can be freed
+    work: Work | None  # its work on one device; None if nothing shows the rates
 
     def read(self) -> tuple[dict[str, float], float]:
         """Returns the metrics, and the share of parameters' updates that are lost to rounding. Waits for the device."""
@@ -54,24 +45,14 @@ def _first_nonfinite(metrics: dict[str, float]) -> str | None:
 class Metrics:
     """Reads, checks, shows and records the metrics of an engine's updates.
 
-    **Arguments:**
-
-    - `log`: prints a line.
-    - `max_skipped`: how many updates in a row that are not finite may be skipped; None if steps skip none.
-
-    **Attributes:**
-
-    - `last`: the metrics of the newest update that has been read.
-    - `n_skipped`: the number of skipped updates among those that have been read.
-
     Methods are passed the engine, since nothing may keep it alive. They raise ValueError for an update that is not finite,
     unless it may be skipped.
     """
 
     def __init__(self, log: Callable[[str], None], max_skipped: int | None):
-        self.n_skipped = 0
-        self.last: dict[str, float] = {}
-        self._log, self._max_skipped = log, max_skipped
+        self.n_skipped = 0  # updates among those that have been read
+        self.last: dict[str, float] = {}  # of the newest update that has been read
+        self._log, self._max_skipped = log, max_skipped  # None if steps skip none
         self._n_skipped_in_a_row = 0
         self._has_warned = False  # of parameters that do not move
         self._broken_at: int | None = None  # the step whose update left the parameters not finite

@@ -59,27 +59,16 @@ def warn_of_unsaved(path: Location, others: Mapping[str, tuple[int, list[int]]])
 
 @dataclass
 class Progress:
-    """What the fits of a trainer have come to.
+    """What the fits of a trainer have come to."""
 
-    **Arguments:**
-
-    - `setting`: the sizes with which the current fit began; empty if unknown.
-    - `best`: for each tag of a best checkpoint, `{"value": ..., "step": ...}`.
-    - `first_step`: the number of updates before the current fit.
-    - `metrics`, `evaluated`: the metrics of the newest evaluation, and its step.
-    - `learning_rate`: the learning rate of the newest update, if a checkpoint records it.
-    - `saved`: step and position of the newest checkpoint.
-    - `results`: the metrics that the newest fits have returned, by the number of the fit.
-    """
-
-    setting: dict[str, Any] = field(default_factory=dict)
-    best: dict[str, dict[str, float]] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
-    learning_rate: float | None = None
-    saved: tuple[int, Position] | None = None
-    first_step: int = 0
-    evaluated: int = 0
-    results: dict[str, dict[str, float]] = field(default_factory=dict)
+    setting: dict[str, Any] = field(default_factory=dict)  # the sizes with which the current fit began; empty if unknown
+    best: dict[str, dict[str, float]] = field(default_factory=dict)  # `{"value": ..., "step": ...}` by a checkpoint's tag
+    metrics: dict[str, float] = field(default_factory=dict)  # of the newest evaluation
+    learning_rate: float | None = None  # of the newest update, if a checkpoint records it
+    saved: tuple[int, Position] | None = None  # step and position of the newest checkpoint
+    first_step: int = 0  # the number of updates before the current fit
+    evaluated: int = 0  # the step of the newest evaluation
+    results: dict[str, dict[str, float]] = field(default_factory=dict)  # that the newest fits returned, by their number
 
     def to_record(self) -> dict[str, Any]:
         """Returns the entries for `trainer.json`."""

@@ -73,15 +73,11 @@ class Spacing:
     """The time between the begins of two saves with which they cost at most `MAX_COST` of it.
 
     A save costs the time for which it stops the loop, and the time by which steps are slower until it is on disk.
-
-    **Attributes:**
-
-    - `gap`: in seconds; infinite until the time of a step without a save is known.
-    - `began`: when the newest save began, by `time.monotonic`; at first when this object was made.
     """
 
     def __init__(self) -> None:
-        self.gap, self.began = math.inf, time.monotonic()
+        self.gap = math.inf  # in seconds, once the time of a step without a save is known
+        self.began = time.monotonic()  # the newest save; at first this object
         self._rates: deque[float] = deque(maxlen=_N_RATES)  # seconds of a step without a save
         self._last: tuple[int, float] | None = None  # the newest note
         self._is_saving, self._cost = False, 0.0  # in seconds

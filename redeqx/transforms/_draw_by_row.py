@@ -23,23 +23,14 @@ from ..tracing import Rule, Site, as_fun, interpret, normal, plain, restricted, 
 
 
 class Rows(NamedTuple):
-    """Some rows of a batch: their numbers, and what they take from the whole batch.
+    """Some rows of a batch: their numbers, and what they take from the whole batch."""
 
-    **Arguments:**
-
-    - `numbers`: uint32 `[rows]`, the number of each row: in a step, its place in the whole update; in an evaluation or a
-        prediction, its place in the whole call.
-    - `total`: uint32 `[]`, how many rows the update or the call has.
-    - `size`: uint32 `[]`, the number of rows that counts as that of the whole batch.
-    - `own`: these rows' entries of values of the whole batch, `[rows, ...]`; `[rows / n, ...]` if n rows share an entry.
-    - `shared`: the values of the whole batch that have no rows.
-    """
-
+    # The number of each row: its place in the whole update, or in the whole call of an evaluation or a prediction.
     numbers: UInt32[Array, " rows"]
-    total: UInt32[Array, ""]
-    size: UInt32[Array, ""]
-    own: Sequence[Array] = ()
-    shared: Sequence[Array] = ()
+    total: UInt32[Array, ""]  # how many rows the update or the call has
+    size: UInt32[Array, ""]  # the number of rows that counts as that of the whole batch
+    own: Sequence[Array] = ()  # entries of values of the whole batch, `[rows, ...]`; `[rows / n, ...]` if n rows share one
+    shared: Sequence[Array] = ()  # the values of the whole batch that have no rows
 
 
 def _trace(fn: Callable[..., Any], use: RowUse, args: Sequence[PyTree]) -> tuple[Any, PyTree, list[Any] | None]:

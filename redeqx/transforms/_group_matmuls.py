@@ -136,22 +136,15 @@ def _at(jaxpr: Any, source: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Division:
-    """How the devices of a mesh share a product of rows `[B, M, K]` with `[W, E, K, N]`, or the gradient of the latter.
-
-    **Arguments:**
-
-    - `of_rows`: the mesh axes that split `B`, and those that split `M` into the rows of shards, each with its own groups;
-        None for groups of all rows, which devices share as far as `B` divides, and else by rows.
-    - `of_model`: 0 if the model axis splits `K`, 1 if it splits `N`, or None.
-    - `has_copies`: whether each device of the model axis has a copy of the rows, in a leading dim.
-    - `has_parts`: whether it has a part of the sum over `K`, in a leading dim of the output.
-    """
+    """How the devices of a mesh share a product of rows `[B, M, K]` with `[W, E, K, N]`, or the gradient of the latter."""
 
     mesh: Mesh
+    # The mesh axes that split `B`, and those that split `M` into the rows of shards, each with its own groups; None for
+    # groups of all rows, which devices share as far as `B` divides, and else by rows.
     of_rows: tuple[Sequence[str], Sequence[str]] | None
-    of_model: int | None
-    has_copies: bool
-    has_parts: bool
+    of_model: int | None  # 0 if the model axis splits `K`, 1 if it splits `N`, or None
+    has_copies: bool  # whether each device of the model axis has a copy of the rows, in a leading dim
+    has_parts: bool  # whether it has a part of the sum over `K`, in a leading dim of the output
 
     def compute(self, form: "_Form", a: Any, b: Any, sizes: Any) -> Any:
         """Returns the output, given `sizes` `[B, E]`, or `[B, shards, E]`."""

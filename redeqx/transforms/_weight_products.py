@@ -46,25 +46,16 @@ _TILE = 16  # cuBLAS multiplies fp8 matrices whose sides are multiples of this
 
 @dataclass(frozen=True)
 class WeightProducts(Rule):
-    """Multiplies with weights in fp8, sums their gradients in a wider dtype, or computes these by narrow transposes.
+    """Multiplies with weights in fp8, sums their gradients in a wider dtype, or computes these by narrow transposes."""
 
-    **Arguments:**
-
-    - `n_weights`: the number of parameters, which are the function's first inputs.
-    - `fp8`: whether to multiply eligible products in fp8.
-    - `gradients`: the dtype in which the gradients of weights with a narrower dtype are summed; None for the weights' dtype.
-    - `emulated`: whether to multiply the rounded operands in float32, with the same results. CPUs need this: XLA has no fp8
-        product for them, and none of bfloat16 with sums in float32.
-    - `narrow`: whether to transpose the narrower factor of other gradients of weights.
-    - `min_bytes`: the least size of a wide factor that must not be transposed.
-    """
-
-    n_weights: int
-    fp8: bool = False
-    gradients: Any = None
+    n_weights: int  # the number of parameters, which are the function's first inputs
+    fp8: bool = False  # whether to multiply eligible products in fp8
+    gradients: Any = None  # the dtype in which gradients of narrower weights are summed; None for the weights' dtype
+    # Whether to multiply the rounded operands in float32, with the same results. CPUs need this: XLA has no fp8 product for
+    # them, and none of bfloat16 with sums in float32.
     emulated: bool = False
-    narrow: bool = False
-    min_bytes: int = 2**25
+    narrow: bool = False  # whether to transpose the narrower factor of other gradients of weights
+    min_bytes: int = 2**25  # the least size of a wide factor that must not be transposed
     uses: Any = None  # the `WeightUses` of one function
 
     def of(self, closed: Any) -> Rule | None:
