@@ -129,10 +129,8 @@ class CheckpointFolder:
         """Returns the folders of the checkpoints to resume from: the index's last one, then older ones, without those that
         are exports, if there are others. In every process it is the list of the process that has the newest.
 
-        **Arguments:**
-
-        - `is_whole`: whether the run's other trainers were saved at the time of a record too; None if this does not matter.
-            If not for the newest step, but for the one before it, that comes first.
+        `is_whole`: whether the run's other trainers were saved at the time of a record too; None if this does not matter. If
+        not for the newest step, but for the one before it, that comes first.
         """
 
         def is_whole_at(name: str) -> bool | None:
@@ -219,11 +217,8 @@ class CheckpointFolder:
     def record(self, path: Location, kinds: Collection[str] | None = None) -> dict[str, Any]:
         """Returns the `record` of a checkpoint, as passed to `save`, after verifying size and checksum of each file.
 
-        Files that only some processes see are copied to the others.
-
-        **Arguments:**
-
-        - `kinds`: the trees whose checksums are verified; None for all. Of the others only the sizes are.
+        Files that only some processes see are copied to the others. `kinds` are the trees whose checksums are verified, None
+        for all; of the others only the sizes are.
 
         Raises DamagedError if the checkpoint has an unknown version, or a file is missing, truncated, altered or unreadable.
         """
@@ -253,11 +248,7 @@ class CheckpointFolder:
     def load(
         self, path: Location, kind: str, template: PyTree, shardings: Callable[[str], Sharding] | None = None
     ) -> PyTree:
-        """Loads one of a checkpoint's trees, as `load_tree`; `record` verifies its files before.
-
-        **Arguments:**
-
-        - `kind`: `"model"`, `"optimizer"` or `"model_state"`.
+        """Loads the tree `kind` of a checkpoint, such as `"model"`, as `load_tree`; `record` verifies its files before.
 
         Raises DamagedError if a file is unreadable, ValueError if the checkpoint has no such tree, or one that differs from
         the template. All processes raise the same error.
@@ -293,12 +284,8 @@ def find_checkpoint(
     """Returns the folder of checkpoints that a path refers to, and the checkpoint in it, the same in all processes even if
     only some have it.
 
-    **Arguments:**
-
-    - `path`: a checkpoint's folder, a workdir, its `ckpts`, or a name in their index.
-    - `peers`, `log`: as for `CheckpointFolder`.
-
-    Raises ValueError if there is none.
+    The path is that of a checkpoint's folder, a workdir, its `ckpts`, or a name in their index. Raises ValueError if there
+    is none.
     """
     found = location(_first_found(peers, lambda: str(_path_of(path))))
     return CheckpointFolder(found.parent, peers, log), found

@@ -70,7 +70,6 @@ class CheckpointManager(CheckpointFolder):
         """**Arguments:**
 
         - `folder`: created by the first save.
-        - `peers`: the processes that write and read together.
         - `log`: called once with a message about missing capabilities of the folder's file system.
         - `run`: an object that all trainers of one run share. Only one of them may write into a folder.
         - `root`: the folder that the user named, if `folder` is deeper than directly below it.
@@ -102,12 +101,10 @@ class CheckpointManager(CheckpointFolder):
 
         **Arguments:**
 
-        - `step`: optimizer updates so far.
         - `trees`: `"model"`, `"optimizer"` and so on. The array leaves of each become a file.
         - `record`: JSON for `trainer.json`, without the names `format`, `version`, `tags`, `files` and `crc32`.
-        - `tags`: its names in the index.
         - `keep_last`: the number of newest checkpoints to keep, in addition to those that the index names.
-        - `float_dtype`: the dtype to which the model's floating leaves are cast. The other trees keep theirs.
+        - `float_dtype`: of the model's floating leaves. The other trees keep theirs.
         - `then`: makes this a background save, and is called with the folder once it is committed. `save` returns as soon as
             the arrays are copied to the host; a thread writes the copies, and `check` and `wait` raise its errors. Without
             it, `save` returns when everything is on disk.

@@ -161,7 +161,6 @@ def write_tensors(
     - `leaves`: JAX arrays (however sharded), NumPy arrays, typed PRNG keys, which are stored as their key data, or anything
         with `shape`, `dtype` and `__array__`, which is called when the tensor is written.
     - `float_dtype`: the dtype to which floating leaves are cast; others are never cast.
-    - `metadata`: strings for the header's `__metadata__`.
 
     Raises TypeError for a leaf whose dtype safetensors cannot store, OSError if the disk is full or the store refuses.
     """

@@ -59,16 +59,9 @@ class Profile:
 
 
 def profile_of(trace: Path, text: str, n_steps: int) -> Profile | None:
-    """Returns the profile of a step, or None if the trace has none of the step's instructions.
-
-    Instructions with the same kind, JAX operation and line are added up.
-
-    **Arguments:**
-
-    - `trace`: the profiler's `*.xplane.pb`, of some complete steps.
-    - `text`: the optimised HLO of the step, `compiled.as_text()`; empty if the backend has none.
-    - `n_steps`: the number of steps in the trace.
-    """
+    """Returns the profile of a step, or None if the trace has none of the step's instructions. The trace is the profiler's
+    `*.xplane.pb`, of some complete steps; `text` is the optimised HLO, empty if the backend has none. Instructions with the
+    same kind, JAX operation and line are added up."""
     if not text:
         return None
     module = Module.of(text)

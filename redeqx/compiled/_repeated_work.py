@@ -42,14 +42,9 @@ def excess(
 ) -> tuple[float, list[tuple[str, float]]] | None:
     """Returns the ratio of each device's work to its share of a step, and the lines that cause it, with their own ratios.
 
-    The lines with the most excess work come first. Returns None if the ratio is at most `MAX_RATIO`.
-
-    **Arguments:**
-
-    - `traced`: the jaxpr of the step.
-    - `module`: the program compiled from it, as one device runs it.
-    - `repeats`: for each line of the loss with a product, the number of devices on which the plan repeats it.
-    - `gathered`: the same for lines where rows are gathered. Products without a line are checked only if there are any.
+    The lines with the most excess work come first. Returns None if the ratio is at most `MAX_RATIO`. `repeats` has, for each
+    line of the loss with a product, the number of devices on which the plan repeats it, and `gathered` for lines where rows
+    are gathered. Products without a line are checked only if there are any of these.
     """
     total, per_device = _of_jaxpr(traced), flops_by_line(module)
     if gathered:
@@ -162,12 +157,8 @@ def checked(step: Any, args: tuple[Any, ...], plan: Any, groups: PyTree[jax.Arra
     Nothing is traced, lowered or compiled twice: the call finds the trace and the lowered program in JAX's caches, and the
     check finds the compiled program there.
 
-    **Arguments:**
-
-    - `step`, `args`: the jitted step and the arguments of the call.
-    - `plan`: the plan of the model.
-    - `groups`: the step's micro-batches, `[n, rows, ...]`. If the rows do not divide over the batch shards, every device
-        computes all of them, and nothing is checked.
+    `groups` are the step's micro-batches, `[n, rows, ...]`. If the rows do not divide over the batch shards, every device
+    computes all of them, and nothing is checked.
     """
     is_split = all(x.shape[1] % n_batch_shards(plan.mesh) == 0 for x in jax.tree.leaves(groups))
     if plan.repeats is None or plan.mesh.size == 1 or not is_split or jax.process_index():

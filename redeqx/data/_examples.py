@@ -126,7 +126,6 @@ def slices(
 
     - `seed`: for the order, see `permuted`. None keeps the given one. The order of an iterable is always kept.
     - `position`, `state`: those of the `Slice` after which to continue.
-    - `drop_remainder`: whether to drop a last slice of fewer than `batch_size` examples.
     - `n`: the number of examples, if it was read before: a list may have changed since.
 
     Raises ValueError for an iterable without examples, and with `drop_remainder` for fewer examples than a batch; TypeError

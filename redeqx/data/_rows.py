@@ -170,10 +170,8 @@ def place_batch(
 ) -> tuple[PyTree[jax.Array], ...]:
     """Places the batch on the mesh: for each group a PyTree with the same structure and leaves `[n, rows, ...]`.
 
-    **Arguments:**
-
-    - `rows`: the rows of the step that the batch contains, from `local_rows`. The last one stands for those after it.
-    - `n_micro_batches`: the minimal number of micro-batches in the first group; its last one is repeated.
+    `rows` are those of the step that the batch contains, from `local_rows`; the last one stands for those after it. The
+    first group has at least `n_micro_batches`; its last one is repeated.
     """
     placed = []
     start = 0

@@ -56,14 +56,11 @@ class Peers:
     def gather(self, topic: str, value: Any = None, timeout: float | None = None) -> list[Any]:
         """Gathers one value from every process; waits for all of them. Returns the values in the order of the processes.
 
-        **Arguments:**
+        Each call with a topic is a new gathering; all processes make those of one topic in the same order. Several threads
+        may gather different topics in any order.
 
-        - `topic`: a name. Each call with it is a new gathering; all processes make those of one topic in the same order.
-            Several threads may gather different topics in any order.
-        - `value`: JSON.
-        - `timeout`: seconds; None waits as long as the others live.
-
-        Raises PeerError if a process does not contribute in time.
+        Raises PeerError if a process does not contribute its value (JSON) in `timeout` seconds; None waits as long as the
+        others live.
         """
         value = json.loads(json.dumps(value))  # as the others receive it: a tuple is a list
         return [value] if self.n == 1 else self.wait(self.contribute(topic, value), timeout)

@@ -215,11 +215,8 @@ XLA_CACHES = "jax_persistent_cache_enable_xla_caches"
 def start_cache(given: bool | str | Path | None, platform: str) -> str | None:
     """Sets JAX's cache folder for this process. Returns the line to print, or None.
 
-    **Arguments:**
-
-    - `given`: a folder; True for JAX's own setting or else the user's cache folder; False or None to set nothing. The
-        environment variable `REDEQX_COMPILATION_CACHE` (a folder, or 0) replaces True.
-    - `platform`: the platform that steps are compiled for.
+    `given` is a folder; True for JAX's own setting or else the user's cache folder, which the environment variable
+    `REDEQX_COMPILATION_CACHE` (a folder, or 0) replaces; False or None to set nothing.
     """
     before, has_gpus = cache_folder(), platform in ("cuda", "gpu")
     variable = os.environ.get(VARIABLE, "")

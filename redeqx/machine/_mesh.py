@@ -30,17 +30,8 @@ STORAGE_AXES = (FSDP, SEQUENCE)  # the axes that split weights in memory; each w
 def make_mesh(
     n_model_shards: int = 1, n_fsdp_shards: int = 1, devices: Sequence[Any] | None = None, n_sequence_shards: int = 1
 ) -> Mesh:
-    """Makes a mesh with axes `("data", "fsdp", "sequence", "model")`.
-
-    The size of the data axis follows from the number of devices.
-
-    **Arguments:**
-
-    - `n_model_shards`: the number of devices over which a layer's tensors are split (tensor parallelism).
-    - `n_fsdp_shards`: the number of devices over which parameters and optimizer state are split, together with the batch.
-    - `devices`: all of JAX's devices by default.
-    - `n_sequence_shards`: the number of devices over which the positions of each sequence are split, and also parameters
-        and optimizer state.
+    """Makes a mesh with axes `("data", "fsdp", "sequence", "model")`, by default of all of JAX's devices. Their number gives
+    the size of the data axis. `Deployer` says what the others split.
 
     Raises ValueError if the product does not divide the number of devices.
     """

@@ -22,13 +22,9 @@ class Console:
 
     **Arguments:**
 
-    - `workdir`: where `metrics.jsonl`, `speed.jsonl` and `tensorboard/` are written; `None` writes no files.
     - `verbose`: whether to print. Files and trackers do not depend on it.
-    - `loggers`: trackers: `"tensorboard"` (needs `workdir`), `"wandb"`, `"mlflow"`, `"trackio"`, or objects whose
-        `log(metrics, step)` is called for all metrics.
     - `is_main`: whether this process prints and records for the run. The others do nothing.
-    - `file`: the text stream to print to; standard output by default.
-    - `terminal`: whether `file` is a terminal, with colours and a live line; by default as the stream reports.
+    - `file`, `terminal`: the stream to print to, and whether it is a terminal, with colours and a live line; see `Terminal`.
     - `peak_memory`: returns a device's peak memory in bytes, shown and recorded with the speed; None if unknown.
 
     Raises ValueError for an unknown name and for TensorBoard without a `workdir`, ImportError for a tracker whose package is

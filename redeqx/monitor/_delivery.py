@@ -74,14 +74,9 @@ class Delivery:
         self._enqueue(dict(values), starts=False)
 
     def rewind(self, step: int, rows: Iterable[Row], is_of_another: Callable[[Record], bool], *, begins: bool) -> None:
-        """Continues a trainer after `step`. Delivers those recorded rows that the tracker lacks.
-
-        **Arguments:**
-
-        - `rows`: all that are recorded, of other trainers too.
-        - `is_of_another`: whether a record stays, although its step is later.
-        - `begins`: whether nothing is left of an earlier process, so that a new run of the tracker begins.
-        """
+        """Continues a trainer after `step`. Delivers those of all recorded rows that the tracker lacks. A later record stays
+        if it `is_of_another` trainer. `begins`: whether nothing is left of an earlier process, so that a new run of the
+        tracker begins."""
         self._end()
         if begins and not self.is_new:
             self._run_id, self._sent, self.is_new = None, {}, True

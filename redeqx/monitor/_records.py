@@ -86,13 +86,8 @@ class Records:
     ) -> None:
         """Records metrics of one step in the files and every tracker.
 
-        **Arguments:**
-
-        - `values`: numbers by name. The name `step` is reserved.
-        - `step`: optimizer updates done.
-        - `speed`: more numbers, which a rerun does not reproduce; they are written to `speed.jsonl`. For a name in both,
-            trackers get the value of `values`.
-        - `name`: of the trainer, if it has one: its numbers are called `name/...`.
+        `speed` has more numbers, which a rerun does not reproduce; they are written to `speed.jsonl`. For a name in both,
+        trackers get the value of `values`. The numbers of a trainer with a `name` are called `name/...`.
 
         Raises ValueError for a metric called `step`, TypeError for anything but a dict of names, and for a value that is not
         one number.

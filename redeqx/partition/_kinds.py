@@ -65,10 +65,8 @@ def kinds_of(model: PyTree, trace: Trace | None = None) -> dict[str, Kind]:
     order. There is no head if that layer is stacked, or has as many outputs as an embedding has features, as before an
     output layer that is tied to the embedding.
 
-    **Arguments:**
-
-    - `model`: a model of arrays or of their shapes. Some may be replaced by None or by nodes without leaves.
-    - `trace`: of a loss of this model, or of a model that has these leaves and others.
+    The model has arrays or their shapes; some may be replaced by None or by nodes without leaves. The trace is of a loss of
+    this model, or of one that has these leaves and others.
     """
     kinds = dict.fromkeys(array_leaves(model), OTHER)
     last: tuple[str, eqx.nn.Linear] | None = None  # the last fully connected layer, and the name of its weight

@@ -228,7 +228,6 @@ def make_plan(
     **Arguments:**
 
     - `model`: an Equinox module of arrays or of their shapes (`eqx.filter_eval_shape`).
-    - `mesh`: as returned by `make_mesh`.
     - `overrides`: specs by path or by glob over paths (`"blocks.*.weight"`). Early patterns win. A spec has one mesh axis or
         None for each dim. None instead of a spec replicates the leaf.
     - `trace`: of a loss of this model, or of a prediction.

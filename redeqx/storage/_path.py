@@ -131,14 +131,9 @@ class StorePath:
     # --- writing -----------------------------------------------------------------------------------------------------
 
     def write_bytes(self, data: bytes, replacing: dict[str, str] | str | None = "any") -> dict[str, str] | None:
-        """Writes an object in one request; returns its version.
-
-        **Arguments:**
-
-        - `replacing`: `"any"`: any object or none; None: only if there is no object; a version: only that one. Otherwise
-            nothing is written and None is returned. None is also returned if the object was written but the answer was lost:
-            callers that pass a condition then read the object.
-        """
+        """Writes an object in one request, in place of `"any"` object or none, of none (None), or of a version; returns its
+        version. If the condition does not hold, nothing is written and None is returned; also if the object was written but
+        the answer was lost: callers that pass a condition then read the object."""
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
         mode: Any = "overwrite" if replacing == "any" else replacing or "create"
@@ -194,12 +189,7 @@ Location: TypeAlias = Path | StorePath
 
 
 def location(path: "str | Path | StorePath", name: str = "path") -> Location:
-    """Returns a path, on a disk (as `disk_path`) or in an object store.
-
-    **Arguments:**
-
-    - `path`: `s3://bucket/key`, `gs://bucket/key`, or a path on a disk.
-    - `name`: the name of the argument, for errors.
+    """Returns a path, on a disk (as `disk_path`) or in an object store: `s3://bucket/key`, `gs://bucket/key`.
 
     Raises ValueError for another kind of address, ImportError for a store without `obstore`.
     """

@@ -66,12 +66,8 @@ def request(
     """Returns `act(obstore, store)`, a request to a bucket. Retries it if an answer is cut off: `obstore` retries only
     requests without an answer, and of these none that writes on a condition.
 
-    **Arguments:**
-
-    - `key`: the object, for errors.
-    - `is_list`: whether it lists objects, of which there may be none.
-    - `on_condition`: whether it writes on a condition, which no longer holds if the first of two tries has written.
-    - `also`: further errors that are retried.
+    A request that lists objects (`is_list`) may find none. If one writes on a condition, that no longer holds if the first
+    of two tries has written. Errors name the object `key`; further errors in `also` are retried.
     """
     check_installed()
     import obstore

@@ -131,9 +131,7 @@ class Rule:
     def __call__(self, eqn: Any, ins: Sequence[Any], site: "Site") -> Sequence[Any] | None:
         """Returns the outputs of an equation, or None to decline it. The rule claims it, or an operand has the rule's tag.
 
-        **Arguments:**
-
-        - `ins`: the operands. Some may be tagged, by this rule or by others.
+        Some operands may be tagged, by this rule or by others.
         """
         del eqn, ins, site
         return None
@@ -144,13 +142,8 @@ def transformed(
     rules: Sequence[Rule],
     choose: Callable[[Any, Sequence[Any]], Sequence[Rule]] | None = None,
 ) -> Callable[..., Any]:
-    """Wraps `fn` so that it is computed under rules, in their order. Without rules, returns `fn` itself.
-
-    **Arguments:**
-
-    - `fn`: takes and returns PyTrees of arrays.
-    - `choose`: takes the closed jaxpr of `fn` and its arguments, and returns the rules to apply instead.
-    """
+    """Wraps a function of PyTrees of arrays, so that it is computed under rules, in their order. Without rules, returns `fn`
+    itself. `choose` takes the closed jaxpr of `fn` and its arguments, and returns the rules to apply instead."""
     if not rules:
         return fn
 
@@ -217,12 +210,8 @@ class Site:
         return is_replaceable(eqn) and eqn not in self._interpreter.groups
 
     def enter(self, eqn: Any, ins: Sequence[Any], *, remat: Callable[..., Any] | None = None) -> list[Any]:
-        """Returns the outputs of an equation whose inner jaxprs are computed under the rules.
-
-        **Arguments:**
-
-        - `remat`: wraps each inner function, as `jax.checkpoint` does. Inside, only the rules after this one apply then.
-        """
+        """Returns the outputs of an equation whose inner jaxprs are computed under the rules. `remat` wraps each inner
+        function, as `jax.checkpoint` does; inside, only the rules after this one apply then."""
         values: list[Any] = list(ins)
         tags: list[Tag | None] = [None] * len(ins)
         for i, value in enumerate(ins):

@@ -15,12 +15,7 @@ def or_as_written(attempt: Callable[[], T], otherwise: Callable[[], T], what: st
     If `otherwise` fails too, the fault is the user's function's own, such as an error in a custom derivative: only the error
     of `otherwise` is raised, without a warning.
 
-    **Arguments:**
-
-    - `attempt`: a search in a traced function, or a rule.
-    - `otherwise`: computes the function as it is written.
-    - `what`: names the search or the rule, for the warning.
-    - `eqn`: the equation at hand, whose line the warning names; None for none.
+    The warning names `what` was attempted, a search in a traced function or a rule, and the line of `eqn`, if there is one.
     """
     try:
         return attempt()

@@ -115,13 +115,10 @@ class Engine:
     def place(self, batch: PyTree | None = None, first: Batch | None = None, plan: Plan | None = None) -> None:
         """Makes the plan and the program, places the model, and creates or restores the optimizer state.
 
-        Done once, for what is computed first. What the loss does with leaves and rows is added at the first batch.
-
-        **Arguments:**
-
-        - `batch`: the shapes of a micro-batch, for which the loss is traced.
-        - `first`: the batch of the next update, whose step compiles while the model is placed.
-        - `plan`: that of a prediction, if this is computed first. Without any of these, leaves are only stored split.
+        Done once, for what is computed first. What the loss does with leaves and rows is added at the first batch. `batch`
+        has the shapes of a micro-batch, for which the loss is traced; `first` is the batch of the next update, whose step
+        compiles while the model is placed; `plan` is that of a prediction, if this is computed first. Without any of these,
+        leaves are only stored split.
         """
         if self.program is not None and plan is None and (self._knows_loss or batch is None):
             return

@@ -72,13 +72,9 @@ def by_row(fn: Callable[..., Any], use: RowUse, *, is_all: bool = False) -> Call
     """Returns `(weights, state, batch, key, rows) -> outputs` of a part of the rows of a batch.
 
     Its first outputs are scaled so that their sums over all parts are those of the whole batch. If the verdict is no proof,
-    each part is a batch of its own, with a key of its own.
-
-    **Arguments:**
-
-    - `fn`: `(weights, state, batch, key) -> outputs`, of which `use` is the verdict.
-    - `is_all`: whether the part has all rows of the batch, so that it is a batch of its own anyway.
-    - `rows`: the `Rows` of the part, with those values of the whole batch that `of_whole` returns.
+    each part is a batch of its own, with a key of its own. `use` is the verdict of `fn`, `(weights, state, batch, key) ->
+    outputs`; `rows` has those values of the whole batch that `of_whole` returns. A part that `is_all` of the batch is a
+    batch of its own anyway.
     """
 
     def of_part(weights: PyTree, state: PyTree, batch: PyTree, key: Array, rows: Rows) -> Any:

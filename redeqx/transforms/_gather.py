@@ -240,11 +240,7 @@ def weights_of_derivative() -> Sequence[Shardings]:
 def sum_gradient(gradient: Any, operand: int) -> Any:
     """For the derivative rule of a function with a custom derivative that computes gradients in the forward pass: sums the
     gradient of a weight over the batch's shards, and slices it to the stored shard. Returns any other gradient unchanged.
-
-    **Arguments:**
-
-    - `operand`: which of the function's operands, all arrays in their order, the gradient is of.
-    """
+    `operand` is the number of the weight among the function's operands, all arrays in their order."""
     gradients = _gradients.get()
     shardings = None if gradients is None or operand >= len(gradients.shardings) else gradients.shardings[operand]
     if gradients is None or shardings is None or len(shardings.storage.spec) != gradient.ndim:
