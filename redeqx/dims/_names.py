@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..tracing import REMATS, Env, equations
+from ..tracing import REMAT, Env, equations
 from ._atoms import Block, Dim, Step, Value, flat, reached, size_of, steps_of
 from ._inference import Inference
 from ._lookups import follow_indices
@@ -35,7 +35,7 @@ class Inputs:
 def equations_of(closed: Any) -> list[Any]:
     """Returns the equations of a closed jaxpr in normal form that can be replaced: its own, and those inside loops, branches
     and remats. Remats are not among them, so that they may be inlined."""
-    return [eqn for eqn in equations(closed) if eqn.primitive.name not in REMATS]
+    return [eqn for eqn in equations(closed) if eqn.primitive.name != REMAT]
 
 
 class Names(Inference):

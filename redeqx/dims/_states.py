@@ -64,9 +64,7 @@ def chosen(state: State, by: State) -> State:
 # output, or are added, and so have one degree.
 TERMS = {
     **dict.fromkeys(("add", "sub", "neg", "add_any", "real", "imag", "conj", "reduce_precision", "name"), slice(None)),
-    **dict.fromkeys(
-        ("copy", "copy_p", "convert_element_type", "stop_gradient", "reduce_sum", "psum", "cumsum"), slice(None)
-    ),
+    **dict.fromkeys(("copy", "convert_element_type", "stop_gradient", "reduce_sum", "psum", "cumsum"), slice(None)),
     **dict.fromkeys(("reshape", "transpose", "squeeze", "broadcast_in_dim", "tile", "rev", "slice", "pad"), slice(None)),
     **dict.fromkeys(("concatenate", "stack", "split", "complex", "fft", "reduce_window_sum"), slice(None)),
     **dict.fromkeys(("div", "gather", "dynamic_slice", "select_and_scatter_add", "select_and_gather_add"), slice(1)),

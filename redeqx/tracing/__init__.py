@@ -19,7 +19,7 @@ from ._fold import (
 )
 from ._inner import (
     CUSTOM_DERIVATIVES as CUSTOM_DERIVATIVES,
-    REMATS as REMATS,
+    REMAT as REMAT,
     Env as Env,
     Place as Place,
     all_inside as all_inside,

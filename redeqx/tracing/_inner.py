@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend import core as jex
 
-REMATS = ("remat2", "checkpoint", "remat")
+REMAT = "remat2"  # `jax.checkpoint`
 CUSTOM_DERIVATIVES = ("custom_jvp_call", "custom_vjp_call")
 CALLS = ("closed_call", "eval_jaxpr")  # the latter since JAX 0.12, as of a custom derivative that was taken
 # Primitives that call one jaxpr once, on all of their operands.
-_ALL_CALLS = ("jit", *REMATS, *CUSTOM_DERIVATIVES, *CALLS)
+_ALL_CALLS = ("jit", REMAT, *CUSTOM_DERIVATIVES, *CALLS)
 # Primitives whose inner jaxpr may be replaced. Not custom derivatives, which belong to the function that they were written
 # for, nor shard_map, whose inner jaxpr computes on shards.
-_REPLACEABLE = ("jit", *REMATS, "scan", "while", "cond")
+_REPLACEABLE = ("jit", REMAT, "scan", "while", "cond")
 
 # How an input of an inner jaxpr is made from an operand: it is the "same" as the operand, in every iteration; or a "carry",
 # with the operand as its initial value; or a "slice" of the operand along dim 0; or a device's "shard" of it.

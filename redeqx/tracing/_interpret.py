@@ -26,6 +26,7 @@ from jax.extend import core as jex
 
 from ._body import Body
 from ._inner import (
+    REMAT,
     Env,
     Place,
     as_array,
@@ -221,7 +222,7 @@ class Site:
                 into = outside if place is None else partial(value.tag.enter, value.value, place)
                 values[i], tags[i] = or_as_written(into, outside, f"the tag `{type(value.tag).__name__}`", eqn)
         rules, around = self._later if remat else self._rules, (*self.around, eqn.primitive.name)
-        around = (*around, "checkpoint") if remat else around
+        around = (*around, REMAT) if remat else around
         new_insides, is_changed = [], False
         for inner in insides(eqn):
             of_inputs = [tags[i] for i in inner.operands]

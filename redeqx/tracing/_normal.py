@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import jax
 from jax.extend import core as jex
 
-from ._inner import CALLS, REMATS, Env, equations, insides, variables, with_insides
+from ._inner import CALLS, REMAT, Env, equations, insides, variables, with_insides
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ def normal(closed: Any) -> Any:
 
 def without_remats(closed: Any) -> Any:
     """Returns a closed jaxpr in normal form whose remats are inlined too, to read or evaluate values inside them."""
-    has_remats = any(eqn.primitive.name in REMATS for eqn in equations(closed))
+    has_remats = any(eqn.primitive.name == REMAT for eqn in equations(closed))
     return _normal(closed, keeps_remats=False) if has_remats else normal(closed)
 
 
@@ -107,7 +107,7 @@ def _normal(closed: Any, call: Any = None, *, keeps_remats: bool = True) -> Any:
                 of_call = info.traceback if call is None and _is_of_library(eqn) else call
                 env.update(zip(eqn.outvars, enter(eqn.params["jaxpr"], invars, of_call, info.name_stack), strict=True))
                 continue
-            if eqn.primitive.name in CALLS or (not keeps_remats and eqn.primitive.name in REMATS):
+            if eqn.primitive.name in CALLS or (not keeps_remats and eqn.primitive.name == REMAT):
                 env.update(zip(eqn.outvars, enter(insides(eqn)[0].closed, invars, call, info.name_stack), strict=True))
                 continue
             if (others := _as_others(eqn)) is not None:

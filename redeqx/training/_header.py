@@ -16,7 +16,7 @@ from ..machine import mesh_text, n_batch_shards
 from ..monitor import size_text
 from ..optimizers import decaying
 from ..steps import AS_GIVEN, Program, Task, TrainState, effective_specs, shard_bytes
-from ..tracing import REMATS, Trace, equations, or_as_written, shortened
+from ..tracing import REMAT, Trace, equations, or_as_written, shortened
 from ..transforms import StackBlocks, fp8_products, wide_products
 
 
@@ -162,7 +162,7 @@ def _loop_rows(task: Task, program: Program, trace: Trace) -> dict[str, str]:
         for n, line in stacking.found(closed):
             notes.append(f"{n} equal blocks {how} (from {shortened(line) or 'an unknown line'})")
         closed = stacking.rewritten(closed) if stacks else closed
-        if not notes and not any(eqn.primitive.name in ("scan", *REMATS) for eqn in equations(closed)):
+        if not notes and not any(eqn.primitive.name in ("scan", REMAT) for eqn in equations(closed)):
             notes += ["none, so nothing is recomputed"] if task.compute.recomputes_products else []
     unrolling = task.compute.unroll_on(mesh)
     if unrolling is not None:

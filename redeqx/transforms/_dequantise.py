@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from .._quantised import dequantise_p
 from ..dims import repeats, view
-from ..tracing import REMATS, Rule, Site, Tag, Tagged, equations, has_tag, plain, run
+from ..tracing import REMAT, Rule, Site, Tag, Tagged, equations, has_tag, plain, run
 from ._gather import computed_again, viewed
 
 
@@ -45,7 +45,7 @@ class DequantiseAtUse(Rule):
             return [Tagged(tuple(ins), _Numbers((eqn,)))]
         if len(ins) == 1 and view(eqn) is not None and not repeats(eqn):
             return [Tagged(ins[0].value, _Numbers((*ins[0].tag.eqns, eqn)))]
-        if eqn.primitive.name in REMATS or site.enters(eqn):
+        if eqn.primitive.name == REMAT or site.enters(eqn):
             return None
 
         def compute(*values: Any) -> list[Any]:

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from ..dims import repeats, view
-from ..tracing import CUSTOM_DERIVATIVES, REMATS, Place, Rule, Site, Tag, Tagged, has_tag, plain, run
+from ..tracing import CUSTOM_DERIVATIVES, REMAT, Place, Rule, Site, Tag, Tagged, has_tag, plain, run
 from ._constrain import with_gradient
 
 # The name (`jax.ad_checkpoint.checkpoint_name`) of a gradient that a function with a custom derivative computes in the
@@ -176,7 +176,7 @@ class GatherAtUse(Rule):
             kept = [value.tag.materialized(value.value) if _is_weight(value) else value for value in ins]
             outs = run(eqn, [value.value if _is_weight(value) else plain(value) for value in kept])
             return [Tagged(out, value.tag) if _is_weight(value) else out for out, value in zip(outs, kept, strict=True)]
-        if eqn.primitive.name in REMATS:
+        if eqn.primitive.name == REMAT:
             return site.rest(_without_saving_gathered(eqn), ins)
         if site.enters(eqn):
             return None
@@ -299,7 +299,7 @@ def _compute_with_weights(eqn: Any, ins: Sequence[Any], weights: Sequence[_Weigh
 
 def computed_again(compute: Callable[..., Any], eqn: Any, site: Site) -> Callable[..., Any]:
     """Returns what computes an equation, in a remat where none is around it already."""
-    if eqn.effects or {*REMATS, "while"} & {*site.around}:  # no gradient flows through a while loop
+    if eqn.effects or {REMAT, "while"} & {*site.around}:  # no gradient flows through a while loop
         return compute
     # XLA does not merge the forward and the backward loop of a scan.
     keep = jax.checkpoint_policies.save_only_these_names(GRADIENT)

@@ -23,7 +23,7 @@ from ..machine import BATCH_AXES, SEQUENCE, Chip
 from ..memory import HOST, KEPT, Loop, Shards, is_named, key_of, loop_of, saved_at
 from ..tracing import (
     PRODUCTS,
-    REMATS,
+    REMAT,
     Env,
     Rule,
     Site,
@@ -125,7 +125,7 @@ def is_scan_without_remat(eqn: Any) -> bool:
     """Whether an equation is a scan that saves all residuals for its backward pass."""
     if eqn.primitive.name != "scan":
         return False
-    return not any(inner.primitive.name in REMATS for inner in normal(eqn.params["jaxpr"]).jaxpr.eqns)
+    return not any(inner.primitive.name == REMAT for inner in normal(eqn.params["jaxpr"]).jaxpr.eqns)
 
 
 def is_product(primitive: Any, *args: Any, **params: Any) -> bool:

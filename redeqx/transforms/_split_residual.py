@@ -31,7 +31,7 @@ from ..machine import MODEL, SEQUENCE
 from ..partition import Plan, inputs_of, values_by
 from ..tracing import (
     BY_WEIGHT,
-    REMATS,
+    REMAT,
     Body,
     Env,
     Rule,
@@ -167,7 +167,7 @@ class _Search:
                 self.visit_product(eqn)
             elif name == "scan" and eqn not in self.loops:
                 self.visit_loop(eqn)
-            elif name in (*REMATS, "cond", "jit"):
+            elif name in (REMAT, "cond", "jit"):
                 self.visit_inside(eqn)
             elif name in ("add", "gather"):  # the values of a lookup are a sum over the shards of the table
                 self.gather(eqn, [0] if name == "gather" else [])
