@@ -90,9 +90,12 @@ def without_indices(text: str) -> str:
 
 
 def merged(texts: Sequence[str]) -> str:
-    """Merges texts that differ only in list indices into one, with `*` for each index that differs."""
-    parts = zip(*(_INDEX.split(text) for text in texts), strict=True)
-    return "".join(alike[0] if len(set(alike)) == 1 else "*" for alike in parts)
+    """Merges texts that differ only in numbers, such as list indices, into one, with `*` for each that differs. Of others
+    returns the first."""
+    parts = [re.split(r"(\d+)", text) for text in texts]
+    if len(set(map(len, parts))) > 1:
+        return texts[0]
+    return "".join(alike[0] if len(set(alike)) == 1 else "*" for alike in zip(*parts, strict=True))
 
 
 def listed(lines: Sequence[str], most: int = MOST_LISTED) -> list[str]:

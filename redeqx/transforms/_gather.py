@@ -16,7 +16,6 @@ Cost: an all-gather of each weight in the forward pass and one in the backward p
 tracing, one `jax.checkpoint` for each use of a weight.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -27,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from .._tree import merged
 from ..dims import repeats, view
 from ..tracing import CUSTOM_DERIVATIVES, REMAT, Place, Rule, Site, Tag, Tagged, has_tag, plain, run
 from ._constrain import with_gradient
@@ -192,15 +192,7 @@ def _stack_of(eqn: Any, weights: Sequence[_Weight]) -> _Weight | None:
     stack = shardings[0].of_view([None if i == axis else i - (i > axis) for i in range(n_dims)])
     dtypes = {weight.stored_in for weight in weights}
     stored_in = dtypes.pop() if len(dtypes) == 1 else None
-    return stack and _Weight(replace(stack, name=_common_name([each.name for each in shardings])), stored_in=stored_in)
-
-
-def _common_name(names: Sequence[str]) -> str:
-    """Merges the names of the weights of several blocks into one, with `*` for the numbers in which they differ."""
-    parts = [re.split(r"(\d+)", name) for name in names]
-    if len(set(map(len, parts))) > 1:
-        return names[0]
-    return "".join(same[0] if len(set(same)) == 1 else "*" for same in zip(*parts, strict=True))
+    return stack and _Weight(replace(stack, name=merged([each.name for each in shardings])), stored_in=stored_in)
 
 
 def _is_weight(value: Any) -> bool:
