@@ -105,10 +105,6 @@ class CheckpointFolder:
             found = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
         return sorted(filter(_NAME.fullmatch, found), key=order)
 
-    def exist(self) -> bool:
-        """Returns whether the folder has an index, or, if that is lost, a checkpoint."""
-        return (self.folder / INDEX_FILE).is_file() or bool(self.names())
-
     def _manifest_if_complete(self, name: str) -> Manifest | None:
         """Returns a checkpoint's manifest if all its files exist with the right sizes, else None."""
         if self.folder / name in self.damaged or is_outside_link(self.folder / name):
@@ -322,7 +318,8 @@ def _path_of(path: Location) -> Location:
         name, above = f"{above.name}/{name}", above.parent
     for folder, name in candidates:
         checkpoints = CheckpointFolder(folder)
-        if checkpoints.exist() and ("/" not in name or name in checkpoints.index()):
+        has_any = (folder / INDEX_FILE).is_file() or checkpoints.names()  # if the index is lost
+        if has_any and ("/" not in name or name in checkpoints.index()):
             return checkpoints.resolve(name)
     got = "a folder without one" if path.is_dir() else "a file" if exists(path) else "nothing there"
     raise ValueError(

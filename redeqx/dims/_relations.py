@@ -238,8 +238,10 @@ def _unified(names: Inference, ins: Sequence[Value]) -> tuple[Dim, ...]:
 
 
 def _reduce(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
-    """Also a collective over a named axis of `vmap`, which became a dim of each operand."""
-    axes, how = eqn.params["axes"], "sum" if eqn.primitive.name in ("reduce_sum", "psum") else "reduce"
+    """Also a collective over a named axis of `vmap`, which became a dim of each operand, and Equinox's reductions over every
+    dim, those of `vmap` too."""
+    axes, how = eqn.params.get("axes"), "sum" if eqn.primitive.name in ("reduce_sum", "psum") else "reduce"
+    axes = range(len(ins[0].dims)) if axes is None else axes
     for value in ins:
         for i in axes:
             names.mix(how, value.dims[i])
@@ -249,13 +251,6 @@ def _reduce(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
 # Of values under `vmap`, Equinox's loops, diffrax and optimistix ask whether any row needs more work, such as another
 # iteration; a row that does not is computed again or keeps its values. So no row's result depends on what is answered.
 UNVMAPPED = ("unvmap_all", "unvmap_any", "unvmap_max")
-
-
-def _unvmap(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
-    """Equinox's reductions over every dim, those of `vmap` too."""
-    for dim in ins[0].dims:
-        names.mix("reduce", dim)
-    return [[]]
 
 
 def _ordered(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
@@ -435,8 +430,7 @@ _TABLE: dict[str, Relation] = {
     **dict.fromkeys(("random_fold_in", "random_gamma", "threefry2x32"), _elementwise),
     **dict.fromkeys((*ORDERED, "rev"), _ordered),
     **dict.fromkeys(("psum", "pmax", "pmin", "argmax", "argmin"), _reduce),
-    **dict.fromkeys(REDUCTIONS, _reduce),
-    **dict.fromkeys(UNVMAPPED, _unvmap),
+    **dict.fromkeys((*REDUCTIONS, *UNVMAPPED), _reduce),
     **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window"), _windows),
     **dict.fromkeys(("select_and_scatter_add", "select_and_gather_add"), _windows),
     **dict.fromkeys(SCATTERS, scatter),
