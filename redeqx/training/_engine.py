@@ -26,6 +26,7 @@ from ..monitor import ProgressLine, Records
 from ..optimizers import find_hyperparam
 from ..partition import Plan, make_plan
 from ..steps import Program, Task, TrainState, make_program, n_rows
+from ..tracing import Trace
 from ._compilation import CalledStep, CalledSteps, TrainSteps, check_captured, choose_memory
 from ._header import eval_text, header_rows, loss_rows, shapes_text, warn_of_means, warn_of_uncut_rows
 from ._hyperparams import Hyperparams
@@ -123,14 +124,17 @@ class Engine:
         if self.program is not None and plan is None and (self._knows_loss or batch is None):
             return
         self.deployer.need_values("trainer")
-        if self.program is not None:
-            self._use_plan(batch, plan)
-            return
-        self._given = self._agreed(*self._given)
+        before = self.program
+        if before is None:
+            self._given = self._agreed(*self._given)
         trace = None if batch is None else self.task.trace(*self.trees, batch)
         if plan is None:
-            plan = self.task.plan_on(self.deployer.mesh, self.trees[0], trace)
+            placed = None if before is None else before.plan
+            plan = self.task.plan_on(self.deployer.mesh, self.trees[0], trace, placed=placed)
         program = make_program(self.task, plan, *self.trees)
+        if before is not None:
+            self._use(program, trace)
+            return
         # With `memory="auto"` another program may run, and several processes agree on it first.
         if first is not None and self.deployer.peers.n == 1 and self.task.compute.memory is None:
             self.called.compile_ahead(program, first)
@@ -147,13 +151,9 @@ class Engine:
         self.deployer.console.header(rows)
         self.records.begin(rows, plan.explain)
 
-    def _use_plan(self, batch: PyTree | None, plan: Plan | None) -> None:
-        """Switches to a plan that knows what is computed with leaves: their splits and optimizers' masks may differ."""
+    def _use(self, program: Program, trace: Trace | None) -> None:
+        """Switches to a program that knows what is computed with leaves: their splits and optimizers' masks may differ."""
         before, state = self.placed
-        trace = None if batch is None else self.task.trace(*self.trees, batch)
-        if plan is None:
-            plan = self.task.plan_on(self.deployer.mesh, self.trees[0], trace, placed=before.plan)
-        program = make_program(self.task, plan, *self.trees)
         if program.opt_treedef != before.opt_treedef:
             if self.step:
                 raise ValueError(
