@@ -15,7 +15,7 @@ from ._buffers import (
 from ._collectives import Collective as Collective, collectives as collectives
 from ._hlo import Module as Module, own_line as own_line, split_name as split_name, words_of as words_of
 from ._overlap import hidden_host_share as hidden_host_share, with_overlap as with_overlap
-from ._profile import Profile as Profile, profile_of as profile_of
+from ._profile import profile_of as profile_of
 from ._repeated_work import checked as checked, excess as excess, flops_by_line as flops_by_line
 from ._saved import (
     SavedPrograms as SavedPrograms,

@@ -48,7 +48,7 @@ _SPELLINGS = (
 
 def describe(name: str, *, memory: int | None = None) -> Machine:
     """Returns the machine of a name: `v4:2x2x2`, `gpu:a100-40gb:4`, `gpu:h100-80gb:2x8` (hosts x devices), `cpu:8`, `this`.
-    `memory` replaces the known number of bytes of a device; of a TPU, by no more than that.
+    `memory` replaces the known number of bytes of a device; of a TPU it is not larger.
 
     Raises ValueError for an unknown name or too much memory, and ImportError if the compiler is not installed.
     """

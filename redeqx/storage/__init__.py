@@ -36,5 +36,5 @@ from ._path import (
     location as location,
     read_chunks as read_chunks,
 )
-from ._requests import Limits as Limits, StoreError as StoreError, limits as limits
+from ._requests import StoreError as StoreError, limits as limits
 from ._staging import Staging as Staging

@@ -28,14 +28,8 @@ class Readable(Protocol):
 
 
 class StoredArray:
-    """A view of a part of an object, as an array.
-
-    **Arguments:**
-
-    - `path`: the object, or what computes its bytes.
-    - `addresses`: an array with the shape, dtype and strides of the view, in reserved memory.
-    - `base`: the address that corresponds to the object's first byte.
-    """
+    """A view of a part of an object, as an array. `addresses` is an array with the shape, dtype and strides of the view, in
+    reserved memory; `base` is the address that stands for the object's first byte."""
 
     def __init__(self, path: Readable, addresses: np.ndarray, base: int):
         self.path, self._addresses, self._base = path, addresses, base

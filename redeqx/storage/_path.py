@@ -131,9 +131,9 @@ class StorePath:
     # --- writing -----------------------------------------------------------------------------------------------------
 
     def write_bytes(self, data: bytes, replacing: dict[str, str] | str | None = "any") -> dict[str, str] | None:
-        """Writes an object in one request, in place of `"any"` object or none, of none (None), or of a version; returns its
-        version. If the condition does not hold, nothing is written and None is returned; also if the object was written but
-        the answer was lost: callers that pass a condition then read the object."""
+        """Writes an object in one request, whatever is there (`"any"`), only if there is none (None), or only in place of a
+        version; returns its version. Returns None if something else is there, and nothing was written; also if the object
+        was written but the answer was lost: callers that pass a condition then read the object."""
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
         mode: Any = "overwrite" if replacing == "any" else replacing or "create"
