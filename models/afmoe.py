@@ -16,24 +16,15 @@ from .hf import Field, Only, published
 class AfmoeConfig(Exaone4Config):
     """The sizes of an AFMoE. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 200192
-    n_positions: int = 16384
-    d_model: int = 2048
-    d_mlp: int | None = 6144
-    n_heads: int = 16
-    head_size: int | None = 128
-    window: int | None = 1024
-    gates_attention: bool = True
-    norm_places: str = "both"
-    n_experts: int = 64
-    n_chosen: int = 6
-    d_expert: int | None = 1408
-    d_shared: int = 2816
-    n_dense: int = 1
-    router_score: str = "sigmoid"
-    has_correction: bool = True
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
+    vocab_size, n_positions = 200192, 16384
+    d_model, d_mlp, n_heads = 2048, 6144, 16
+    head_size = 128
+    window = 1024
+    gates_attention = True
+    norm_places = "both"
+    n_experts, n_chosen, d_expert, d_shared = 64, 6, 1408, 2816
+    n_dense, router_score, has_correction = 1, "sigmoid", True
+    bos_token_id = eos_token_id = None
 
     model_type = "afmoe"
     wide_routers = ("correction",)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .decoder import Decoder, DecoderConfig, Names, rows
 from .hf import Field, published
-from .nn import ACTIVATIONS, Llama3Scaling, Scaling
+from .nn import ACTIVATIONS, Llama3Scaling
 
 _SCALING = Llama3Scaling(factor=8.0, low=1.0, high=4.0, n_original=8192)
 
@@ -16,16 +16,14 @@ _SCALING = Llama3Scaling(factor=8.0, low=1.0, high=4.0, n_original=8192)
 class ApertusConfig(DecoderConfig):
     """The sizes of an Apertus. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 131072
-    n_positions: int = 65536
-    d_mlp: int | None = 14336
-    head_norm: str | None = "head"
-    rope_theta: float = 12000000.0
-    rope_scaling: Scaling | None = _SCALING
-    norm_eps: float = 1e-5
-    activation: str = "xielu"
-    is_gated: bool = False
-    pad_token_id: int | None = 3
+    vocab_size, n_positions = 131072, 65536
+    d_mlp = 14336
+    head_norm = "head"
+    rope_theta = 12000000.0
+    rope_scaling = _SCALING
+    norm_eps = 1e-5
+    activation, is_gated = "xielu", False
+    pad_token_id = 3
 
     model_type = "apertus"
     architecture = "ApertusForCausalLM"
@@ -39,11 +37,7 @@ class ApertusConfig(DecoderConfig):
         }
     )
     sizes = published(
-        {
-            "8b": {"d_mlp": 21504},
-            "70b": {"d_model": 8192, "d_mlp": 43008, "n_layers": 80, "n_heads": 64},
-        },
-        n_kv_heads=8,
+        {"8b": {"d_mlp": 21504}, "70b": {"d_model": 8192, "d_mlp": 43008, "n_layers": 80, "n_heads": 64}}, n_kv_heads=8
     )
 
 

@@ -13,14 +13,11 @@ from .hf import Field, published
 class ArceeConfig(DecoderConfig):
     """The sizes of an AFM. The defaults are those of transformers. See `DecoderConfig`."""
 
-    n_positions: int = 4096
-    d_model: int = 2560
-    d_mlp: int | None = 18432
-    norm_eps: float = 1e-5
-    activation: str = "relu2"
-    is_gated: bool = False
-    bos_token_id: int | None = 128000
-    eos_token_id: int | tuple[int, ...] | None = 128001
+    n_positions = 4096
+    d_model, d_mlp = 2560, 18432
+    norm_eps = 1e-5
+    activation, is_gated = "relu2", False
+    bos_token_id, eos_token_id = 128000, 128001
 
     model_type = "arcee"
     rows = rows(Field("attention_bias"), Field("mlp_bias"))

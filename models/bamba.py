@@ -34,19 +34,14 @@ class _Layers(MixerLayers):
 class BambaConfig(DecoderConfig):
     """The sizes of a Bamba. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 128000
-    n_positions: int = 262144
-    d_mlp: int | None = 14336
-    n_kv_heads: int | None = 8
-    rope_share: float = 0.5
-    norm_eps: float = 1e-5
-    mixer: str = "mamba"
-    conv_bias: bool = True
-    state_groups: int = 1
-    state_heads: int = 128
-    state_size: int = 256
-    state_value_size: int = 64
-    pad_token_id: int | None = 0
+    vocab_size, n_positions = 128000, 262144
+    d_mlp = 14336
+    n_kv_heads = 8
+    mixer, conv_bias = "mamba", True
+    state_groups, state_heads, state_size, state_value_size = 1, 128, 256, 64
+    rope_share = 0.5
+    norm_eps = 1e-5
+    pad_token_id = 0
 
     model_type = "bamba"
     attention_period = 0

@@ -15,22 +15,15 @@ from .hf import Field, Only, published
 class BioGptConfig(GPTConfig):
     """The sizes and dropout rates of a BioGPT. The defaults are those of the smaller one. See `DecoderConfig`."""
 
-    vocab_size: int = 42384
-    n_positions: int = 1024
-    d_model: int = 1024
-    d_mlp: int | None = 4096
-    n_layers: int = 24
-    n_heads: int = 16
-    attention_bias: bool = True
-    position_offset: int | None = 2
-    activation: str = "gelu"
-    embedding_scale: float | None = None
-    is_tied: bool = True
-    embedding_dropout: float = 0.1
-    attention_dropout: float = 0.1
-    residual_dropout: float = 0.1
-    bos_token_id: int | None = 0
-    pad_token_id: int | None = 1
+    vocab_size, n_positions = 42384, 1024
+    d_model, d_mlp, n_layers, n_heads = 1024, 4096, 24, 16
+    attention_bias = True
+    position_offset = 2
+    activation = "gelu"
+    embedding_scale = None
+    is_tied = True
+    embedding_dropout = residual_dropout = attention_dropout = 0.1
+    bos_token_id, pad_token_id = 0, 1
 
     model_type = "biogpt"
     zeroes_padding = True

@@ -16,15 +16,13 @@ class BloomConfig(GPTConfig):
     """The sizes of a BLOOM. The defaults are those with 560 million parameters. See `DecoderConfig`. `n_positions` is the
     length of texts in training; the model computes longer ones too, if it is set to more."""
 
-    vocab_size: int = 250880
-    d_model: int = 1024
-    n_layers: int = 24
-    n_heads: int = 16
-    attention_bias: bool = True
-    bias_range: float | None = 8.0
-    activation: str = "gelu_pytorch_tanh"
-    has_embedding_norm: bool = True
-    is_tied: bool = True
+    vocab_size = 250880
+    d_model, n_layers, n_heads = 1024, 24, 16
+    attention_bias = True
+    bias_range = 8.0
+    activation = "gelu_pytorch_tanh"
+    has_embedding_norm = True
+    is_tied = True
 
     model_type = "bloom"
     architecture = "BloomForCausalLM"

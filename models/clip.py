@@ -70,7 +70,7 @@ class CLIPTextConfig(TextConfig):
 class CLIPTextWithProjectionConfig(CLIPTextConfig):
     """The sizes of a text model with a linear layer after pooling: a `CLIPTextConfig` with `d_projection`."""
 
-    d_projection: int | None = 512
+    d_projection = 512
 
     has_projection_bias = False
     names = Names(
@@ -85,14 +85,8 @@ class CLIPTextWithProjectionConfig(CLIPTextConfig):
     # The second one of Stable Diffusion XL and 3, OpenCLIP's ViT-bigG/14; and the first one of 3, OpenAI's ViT-L/14.
     sizes = published(
         {
-            "sdxl": {
-                "d_model": 1280,
-                "d_ff": 5120,
-                "n_layers": 32,
-                "n_heads": 20,
-                "activation": "gelu",
-                "d_projection": 1280,
-            },
+            "sdxl": {"d_model": 1280, "d_ff": 5120, "n_layers": 32, "n_heads": 20, "activation": "gelu"}
+            | {"d_projection": 1280},
             "sd3": {"d_model": 768, "d_ff": 3072, "n_heads": 12, "d_projection": 768},
         }
     )
@@ -103,13 +97,12 @@ class CLIPVisionConfig(VisionConfig):
     """The sizes and dropout rate of CLIP's vision model: a `VisionConfig` with other defaults, which are those of the
     published ViT-B/32. `init_std` is that of the initial patch embedding and positions."""
 
-    patch_size: int = 32
-    layer_norm_eps: float = 1e-5
-    activation: str = "quick_gelu"
-    has_pooler: bool = False
-    has_patch_bias: bool = False
-    has_input_norm: bool = True
-    pooling: str = "norm"
+    patch_size = 32
+    layer_norm_eps = 1e-5
+    activation = "quick_gelu"
+    has_pooler = has_patch_bias = False
+    has_input_norm = True
+    pooling = "norm"
 
     model_type = "clip_vision_model"
     part = "vision_config"
@@ -165,11 +158,9 @@ class CLIPConfig(PairConfig):
         {
             "vit-base-patch32": {},
             "vit-base-patch16": {"vision": CLIPVisionConfig(patch_size=16)},
-            "vit-large-patch14": {
-                "text": CLIPTextConfig.of("sd1"),
-                "vision": CLIPVisionConfig(patch_size=14, d_model=1024, d_ff=4096, n_layers=24, n_heads=16),
-                "d_projection": 768,
-            },
+            "vit-large-patch14": {"text": CLIPTextConfig.of("sd1")}
+            | {"vision": CLIPVisionConfig(patch_size=14, d_model=1024, d_ff=4096, n_layers=24, n_heads=16)}
+            | {"d_projection": 768},
         }
     )
 

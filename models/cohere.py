@@ -17,23 +17,14 @@ _SCALE = LogitScale("logit_scale", 0.0625)
 class CohereConfig(DecoderConfig):
     """The sizes of a Command R. The defaults are those with 35 billion parameters. See `DecoderConfig`."""
 
-    vocab_size: int = 256000
-    n_positions: int = 8192
-    d_model: int = 8192
-    rope_theta: float = 500000.0
-    n_layers: int = 40
-    n_heads: int = 64
-    d_mlp: int | None = 22528
-    is_interleaved: bool = True
-    norm: str = "layer"
-    norm_eps: float = 1e-5
-    is_parallel: bool = True
-    shares_norm: bool = True
-    logit_divisor: float = 16.0
-    is_tied: bool = True
-    bos_token_id: int | None = 5
-    eos_token_id: int | tuple[int, ...] | None = 255001
-    pad_token_id: int | None = 0
+    vocab_size, n_positions = 256000, 8192
+    d_model, d_mlp, n_layers, n_heads = 8192, 22528, 40, 64
+    rope_theta, is_interleaved = 500000.0, True
+    norm, norm_eps = "layer", 1e-5
+    is_parallel = shares_norm = True
+    logit_divisor = 16.0
+    is_tied = True
+    bos_token_id, eos_token_id, pad_token_id = 5, 255001, 0
 
     model_type = "cohere"
     rows = rows(
@@ -54,8 +45,8 @@ class Cohere(Decoder, config=CohereConfig, init=False):
 class Cohere2Config(CohereConfig):
     """The sizes of a Command R7B. The defaults are those of transformers. See `DecoderConfig`."""
 
-    rope_theta: float = 10000.0
-    window: int | None = 4096
+    window = 4096
+    rope_theta = 10000.0
 
     model_type = "cohere2"
     window_period = 4
@@ -68,16 +59,8 @@ class Cohere2Config(CohereConfig):
     )
     sizes = published(
         {
-            "7b": {
-                "n_positions": 8192,
-                "d_model": 4096,
-                "n_layers": 32,
-                "n_heads": 32,
-                "n_kv_heads": 8,
-                "d_mlp": 14336,
-                "rope_theta": 50000.0,
-                "logit_divisor": 4.0,
-            }
+            "7b": {"n_positions": 8192, "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_mlp": 14336}
+            | {"rope_theta": 50000.0, "logit_divisor": 4.0}
         }
     )
 

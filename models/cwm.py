@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .decoder import Decoder, LayerTypes, rows
 from .hf import Field, published
 from .llama import LlamaConfig
-from .nn import Llama3Scaling, Scaling
+from .nn import Llama3Scaling
 
 _SCALING = Llama3Scaling(16.0, 1.0, 4.0, 8192)
 
@@ -17,20 +17,14 @@ _SCALING = Llama3Scaling(16.0, 1.0, 4.0, 8192)
 class CwmConfig(LlamaConfig):
     """The sizes of a CWM. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 128256
-    n_positions: int = 131072
-    d_model: int = 6144
-    d_mlp: int | None = 21504
-    n_layers: int = 64
-    n_heads: int = 48
-    n_kv_heads: int | None = 8
-    head_size: int | None = 128
-    window: int | None = 8192
-    rope_theta: float = 1e6
-    rope_scaling: Scaling | None = _SCALING
-    norm_eps: float = 1e-5
-    bos_token_id: int | None = 128000
-    eos_token_id: int | tuple[int, ...] | None = (128001, 128008, 128009)
+    vocab_size, n_positions = 128256, 131072
+    d_model, d_mlp, n_layers, n_heads = 6144, 21504, 64, 48
+    n_kv_heads, head_size = 8, 128
+    window = 8192
+    rope_theta = 1e6
+    rope_scaling = _SCALING
+    norm_eps = 1e-5
+    bos_token_id, eos_token_id = 128000, (128001, 128008, 128009)
 
     model_type = "cwm"
     rows = rows(Field("mlp_bias"), LayerTypes())

@@ -73,14 +73,12 @@ class DebertaConfig(EncoderConfig):
         folders have another one, without the key that says so: pass `is_legacy=False` to `from_pretrained`.
     """
 
-    vocab_size: int = 128100
-    n_token_types: int = 0
-    layer_norm_eps: float = 1e-7
-    has_pooler: bool = False
-    position_kind: str = "distances"
-    n_buckets: int = 256
-    head_activation: str = "gelu"
-    model_type: str = "deberta-v2"
+    vocab_size, n_token_types = 128100, 0
+    layer_norm_eps = 1e-7
+    position_kind, n_buckets = "distances", 256
+    has_pooler = False
+    head_activation = "gelu"
+    model_type = "deberta-v2"
     is_legacy: bool = True
 
     architectures = MappingProxyType({"deberta-v2": "DebertaV2"})

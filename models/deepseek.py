@@ -33,18 +33,12 @@ class _Groups(Row):
 class DeepseekV2Config(DecoderConfig):
     """The sizes of a DeepSeek-V2. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 102400
-    latent_size: int | None = 512
-    query_latent_size: int | None = 1536
-    plain_size: int = 128
-    shared_rotary_size: int = 64
-    value_size: int = 128
-    is_interleaved: bool = True
-    n_experts: int = 64
-    n_chosen: int = 6
-    d_expert: int | None = 1407
-    d_shared: int = 2814
-    renormalize: bool = False
+    vocab_size = 102400
+    latent_size, query_latent_size = 512, 1536
+    plain_size, shared_rotary_size, value_size = 128, 64, 128
+    is_interleaved = True
+    n_experts, n_chosen, d_expert, d_shared = 64, 6, 1407, 2814
+    renormalize = False
 
     model_type = "deepseek_v2"
     wide_routers = ("router", "correction")

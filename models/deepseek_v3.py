@@ -19,25 +19,13 @@ from .hf import Field, Only, published
 class DeepseekV3Config(DeepseekV2Config):
     """The sizes of a DeepSeek-V3. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 129280
-    n_positions: int = 4096
-    d_model: int = 7168
-    d_mlp: int | None = 18432
-    n_layers: int = 61
-    n_heads: int = 128
-    n_experts: int = 256
-    n_chosen: int = 8
-    d_expert: int | None = 2048
-    d_shared: int = 2048
-    n_dense: int = 3
-    n_expert_groups: int = 8
-    n_chosen_groups: int = 4
-    router_score: str = "sigmoid"
-    router_scale: float = 2.5
-    has_correction: bool = True
-    renormalize: bool = True
-    bos_token_id: int | None = 0
-    eos_token_id: int | tuple[int, ...] | None = 1
+    vocab_size, n_positions = 129280, 4096
+    d_model, d_mlp, n_layers, n_heads = 7168, 18432, 61, 128
+    n_experts, n_chosen, d_expert, d_shared = 256, 8, 2048, 2048
+    n_dense, router_score, router_scale, has_correction = 3, "sigmoid", 2.5, True
+    renormalize = True
+    n_expert_groups, n_chosen_groups = 8, 4
+    bos_token_id, eos_token_id = 0, 1
 
     model_type = "deepseek_v3"
     rows = rows(

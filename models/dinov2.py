@@ -79,13 +79,11 @@ class Dinov2Config(VisionConfig):
     """The sizes and dropout rates of a DINOv2: a `VisionConfig` with other defaults, which are those of `transformers`.
     `d_ff` is a multiple of `d_model`. `dropout` is that of embeddings only."""
 
-    patch_size: int = 14
-    layer_norm_eps: float = 1e-6
-    has_pooler: bool = False
-    has_mask_token: bool = True
-    layer_scale: float | None = 1.0
-    resizing: str | None = "bicubic"
-    pooling: str = "first"
+    patch_size = 14
+    layer_norm_eps = 1e-6
+    has_pooler, has_mask_token = False, True
+    layer_scale = 1.0
+    resizing, pooling = "bicubic", "first"
 
     model_type = "dinov2"
     reads_patches = True
@@ -114,9 +112,9 @@ class Dinov2Config(VisionConfig):
 class Dinov2WithRegistersConfig(Dinov2Config):
     """The sizes and dropout rates of a DINOv2 with registers."""
 
-    patch_size: int = 16
-    n_registers: int = 4
-    resizing: str | None = "antialiased"
+    patch_size = 16
+    resizing = "antialiased"
+    n_registers = 4
 
     model_type = "dinov2_with_registers"
     rows = (*_ROWS, Field("num_register_tokens", "n_registers", COUNT))

@@ -20,12 +20,12 @@ class DistilBertConfig(EncoderConfig):
     Positions may have been initialized by sines (`sinusoidal_pos_embds`); they are weights like others.
     """
 
-    n_token_types: int = 0
-    n_layers: int = 6
-    classifier_dropout: float | None = 0.2
-    has_pooler: bool = False
-    head_activation: str = "relu"
-    model_type: str = "distilbert"
+    n_token_types = 0
+    n_layers = 6
+    classifier_dropout = 0.2
+    has_pooler = False
+    head_activation = "relu"
+    model_type = "distilbert"
 
     architectures = MappingProxyType({"distilbert": "DistilBert"})
     has_transform = True

@@ -15,22 +15,14 @@ from .hf import Field, published
 class Dots1Config(DecoderConfig):
     """The sizes of a dots.llm1. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 152064
-    d_model: int = 4608
-    d_mlp: int | None = 10944
-    n_layers: int = 62
-    window: int | None = 4096
-    windowed_layers: tuple[int, ...] | None = ()
-    head_norm: str | None = "head"
-    n_experts: int = 128
-    n_chosen: int = 6
-    d_expert: int | None = 1408
-    d_shared: int = 2816
-    renormalize: bool = False
-    router_score: str = "sigmoid"
-    has_correction: bool = True
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
+    vocab_size = 152064
+    d_model, d_mlp, n_layers = 4608, 10944, 62
+    window, windowed_layers = 4096, ()
+    head_norm = "head"
+    n_experts, n_chosen, d_expert, d_shared = 128, 6, 1408, 2816
+    router_score, has_correction = "sigmoid", True
+    renormalize = False
+    bos_token_id = eos_token_id = None
 
     model_type = "dots1"
     wide_routers = ("router", "correction")
@@ -44,15 +36,8 @@ class Dots1Config(DecoderConfig):
     names = Names(expert_names())
     sizes = published(
         {
-            "142b": {
-                "n_positions": 32768,
-                "d_model": 4096,
-                "n_dense": 1,
-                "renormalize": True,
-                "router_scale": 2.5,
-                "rope_theta": 1e7,
-                "eos_token_id": 151643,
-            }
+            "142b": {"n_positions": 32768, "d_model": 4096, "n_dense": 1, "renormalize": True, "router_scale": 2.5}
+            | {"rope_theta": 1e7, "eos_token_id": 151643}
         }
     )
 

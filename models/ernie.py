@@ -15,19 +15,13 @@ from .hf import Field, Only, published
 class Ernie4_5Config(DecoderConfig):
     """The sizes of a dense ERNIE 4.5. The defaults are those with 0.36 billion parameters. See `DecoderConfig`."""
 
-    vocab_size: int = 103424
-    n_positions: int = 131072
-    rope_theta: float = 500000.0
-    d_model: int = 1024
-    n_layers: int = 18
-    n_heads: int = 16
-    d_mlp: int | None = 3072
-    n_kv_heads: int | None = 2
-    head_size: int | None = 128
-    is_interleaved: bool = True
-    norm_eps: float = 1e-5
-    is_tied: bool = True
-    pad_token_id: int | None = 0
+    vocab_size, n_positions = 103424, 131072
+    d_model, d_mlp, n_layers, n_heads = 1024, 3072, 18, 16
+    n_kv_heads, head_size = 2, 128
+    rope_theta, is_interleaved = 500000.0, True
+    norm_eps = 1e-5
+    is_tied = True
+    pad_token_id = 0
 
     model_type = "ernie4_5"
     rows = rows(Shared("use_bias", "attention_bias", "mlp_bias"), without=("attention_dropout",))
@@ -42,18 +36,10 @@ class Ernie4_5(Decoder, config=Ernie4_5Config, init=False):
 class Ernie4_5MoeConfig(Ernie4_5Config):
     """The sizes of an ERNIE 4.5 with experts. The defaults are those with 21 billion parameters. See `DecoderConfig`."""
 
-    d_model: int = 2560
-    n_layers: int = 28
-    n_heads: int = 20
-    d_mlp: int | None = 12288
-    n_kv_heads: int | None = 4
-    head_size: int | None = None
-    n_experts: int = 64
-    n_chosen: int = 6
-    d_expert: int | None = 1536
-    n_dense: int = 1
-    has_correction: bool = True
-    d_shared: int = 3072
+    d_model, d_mlp, n_layers, n_heads = 2560, 12288, 28, 20
+    n_kv_heads, head_size = 4, None
+    n_experts, n_chosen, d_expert, d_shared = 64, 6, 1536, 3072
+    n_dense, has_correction = 1, True
 
     model_type = "ernie4_5_moe"
     wide_routers = ("router", "correction")

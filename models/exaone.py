@@ -15,13 +15,12 @@ from .hf import Field, published
 class Exaone4Config(DecoderConfig):
     """The sizes of an EXAONE 4. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 102400
-    d_mlp: int | None = 16384
-    window: int | None = 4096
-    head_norm: str | None = "head"
-    norm_eps: float = 1e-5
-    norm_places: str = "post"
-    bos_token_id: int | None = 0
+    vocab_size = 102400
+    d_mlp = 16384
+    window = 4096
+    head_norm = "head"
+    norm_eps, norm_places = 1e-5, "post"
+    bos_token_id = 0
 
     model_type = "exaone4"
     window_period = 4
@@ -29,17 +28,8 @@ class Exaone4Config(DecoderConfig):
     names = Names({"post_attention_layernorm": "attention_post_norm", "post_feedforward_layernorm": "mlp_post_norm"})
     sizes = published(
         {
-            "1.2b": {
-                "n_positions": 65536,
-                "d_model": 2048,
-                "n_layers": 30,
-                "n_heads": 32,
-                "n_kv_heads": 8,
-                "d_mlp": 4096,
-                "window": None,
-                "rope_theta": 1000000.0,
-                "is_tied": True,
-            }
+            "1.2b": {"n_positions": 65536, "d_model": 2048, "n_layers": 30, "n_heads": 32, "n_kv_heads": 8, "d_mlp": 4096}
+            | {"window": None, "rope_theta": 1000000.0, "is_tied": True}
         }
     )
 
@@ -57,18 +47,10 @@ class Exaone4(Decoder, config=Exaone4Config, init=False):
 class ExaoneMoeConfig(Exaone4Config):
     """The sizes of a K-EXAONE. The defaults are those of transformers. See `DecoderConfig`."""
 
-    norm_places: str = "pre"
-    n_experts: int = 64
-    n_chosen: int = 8
-    d_expert: int | None = 1024
-    d_shared: int = 1024
-    n_dense: int = 1
-    router_score: str = "sigmoid"
-    router_scale: float = 2.5
-    has_correction: bool = True
-    bos_token_id: int | None = 1
-    eos_token_id: int | tuple[int, ...] | None = 53
-    pad_token_id: int | None = 0
+    norm_places = "pre"
+    n_experts, n_chosen, d_expert, d_shared = 64, 8, 1024, 1024
+    n_dense, router_score, router_scale, has_correction = 1, "sigmoid", 2.5, True
+    bos_token_id, eos_token_id, pad_token_id = 1, 53, 0
 
     model_type = "exaone_moe"
     wide_routers = ("router", "correction")

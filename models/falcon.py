@@ -53,17 +53,13 @@ _RW |= {"attention_bias": True, "mlp_bias": True, "bos_token_id": 1}
 class FalconConfig(GPTConfig):
     """The sizes of a Falcon. The defaults are those with 7 billion parameters. See `DecoderConfig`."""
 
-    vocab_size: int = 65024
-    d_model: int = 4544
-    n_heads: int = 71
-    n_kv_heads: int | None = 1
-    is_parallel: bool = True
-    shares_norm: bool = True
-    activation: str = "gelu"
-    mlp_bias: bool = False
-    is_tied: bool = True
-    bos_token_id: int | None = 11
-    eos_token_id: int | tuple[int, ...] | None = 11
+    vocab_size = 65024
+    d_model, n_heads = 4544, 71
+    n_kv_heads = 1
+    is_parallel = shares_norm = True
+    activation, mlp_bias = "gelu", False
+    is_tied = True
+    bos_token_id = eos_token_id = 11
 
     model_type = "falcon"
     scales_bias = True

@@ -90,12 +90,11 @@ class _Factors(Row):
 class FalconH1Config(BambaConfig):
     """The sizes of a Falcon-H1. The defaults are those of transformers. See `DecoderConfig`."""
 
-    n_positions: int = 8192
-    has_both: bool = True
-    state_value_size: int = 8
-    norms_states: bool = False
-    norms_first: bool = True
-    rope_share: float = 1.0
+    n_positions = 8192
+    has_both = True
+    state_value_size = 8
+    norms_states, norms_first = False, True
+    rope_share = 1.0
 
     model_type = "falcon_h1"
     aliases = MappingProxyType({})

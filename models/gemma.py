@@ -29,12 +29,7 @@ def _scalar(config: DecoderConfig) -> float | int:
 
 # The scale of attention scores is one over the square root of this number.
 _SCALE = Field(
-    "query_pre_attn_scalar",
-    "attention_scale",
-    POSITIVE,
-    default=256.0,
-    load=lambda value, known: value**-0.5,
-    save=_scalar,
+    "query_pre_attn_scalar", "attention_scale", POSITIVE, default=256.0, load=lambda value, known: value**-0.5, save=_scalar
 )
 _ATTENTION_CAP = Field("attn_logit_softcapping", "attention_cap", POSITIVE, null=None)
 _LOGIT_CAP = Field("final_logit_softcapping", "logit_cap", POSITIVE, null=None)
@@ -44,21 +39,14 @@ _LOGIT_CAP = Field("final_logit_softcapping", "logit_cap", POSITIVE, null=None)
 class GemmaConfig(DecoderConfig):
     """The sizes of a Gemma. The defaults are those of the first one with 7 billion parameters. See `DecoderConfig`."""
 
-    vocab_size: int = 256000
-    n_positions: int = 8192
-    d_model: int = 3072
-    d_mlp: int | None = 24576
-    n_layers: int = 28
-    n_heads: int = 16
-    n_kv_heads: int | None = 16
-    head_size: int | None = 256
-    norm: str = "offset_rms"
-    activation: str = "gelu_pytorch_tanh"
-    embedding_scale: float | None = None
-    is_tied: bool = True
-    bos_token_id: int | None = 2
-    eos_token_id: int | tuple[int, ...] | None = 1
-    pad_token_id: int | None = 0
+    vocab_size, n_positions = 256000, 8192
+    d_model, d_mlp, n_layers, n_heads = 3072, 24576, 28, 16
+    n_kv_heads, head_size = 16, 256
+    norm = "offset_rms"
+    activation = "gelu_pytorch_tanh"
+    embedding_scale = None
+    is_tied = True
+    bos_token_id, eos_token_id, pad_token_id = 2, 1, 0
 
     model_type = "gemma"
     rounds_embedding_scale = True
@@ -79,16 +67,12 @@ class Gemma(Decoder, config=GemmaConfig, init=False):
 class Gemma2Config(GemmaConfig):
     """The sizes of a Gemma 2. The defaults are those with 2 billion parameters. See `DecoderConfig`."""
 
-    d_model: int = 2304
-    d_mlp: int | None = 9216
-    n_layers: int = 26
-    n_heads: int = 8
-    n_kv_heads: int | None = 4
-    norm_places: str = "both"
-    window: int | None = 4096
-    attention_scale: float | None = 256**-0.5
-    attention_cap: float | None = 50.0
-    logit_cap: float | None = 30.0
+    d_model, d_mlp, n_layers, n_heads = 2304, 9216, 26, 8
+    n_kv_heads = 4
+    window = 4096
+    attention_scale, attention_cap = 256**-0.5, 50.0
+    norm_places = "both"
+    logit_cap = 30.0
 
     model_type = "gemma2"
     window_period = 2
@@ -121,7 +105,7 @@ class VaultGemmaConfig(Gemma2Config):
     """The sizes of a VaultGemma: a Gemma 2 without norms after attention and MLP. The defaults are those of transformers.
     See `DecoderConfig`."""
 
-    norm_places: str = "pre"
+    norm_places = "pre"
 
     model_type = "vaultgemma"
     names = Names({"pre_feedforward_layernorm": "mlp_norm"})
@@ -136,13 +120,10 @@ class VaultGemma(Decoder, config=VaultGemmaConfig, init=False):
 class Gemma3Config(Gemma2Config):
     """The sizes of a Gemma 3 for text. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 262208
-    n_positions: int = 131072
-    rope_theta: float = 1000000.0
-    local_rope_theta: float | None = 10000.0
-    head_norm: str | None = "head"
-    attention_cap: float | None = None
-    logit_cap: float | None = None
+    vocab_size, n_positions = 262208, 131072
+    attention_cap, head_norm = None, "head"
+    rope_theta, local_rope_theta = 1000000.0, 10000.0
+    logit_cap = None
 
     model_type = "gemma3_text"
     part = "text_config"

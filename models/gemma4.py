@@ -13,7 +13,7 @@ from ._kinds import COUNT, POSITIVE, SIZE, TEXT
 from .decoder import Decoder, Experts, GlobalHeads, LayerTypes, Names, Rope, Switched, rows
 from .gemma import Gemma3Config
 from .hf import Field, Only, published
-from .nn import ProportionalScaling, Scaling
+from .nn import ProportionalScaling
 
 _BLOCK = {
     "post_attention_layernorm": "attention_post_norm",
@@ -46,18 +46,16 @@ _PROPORTIONAL = ProportionalScaling(0.25)
 class Gemma4Config(Gemma3Config):
     """The sizes of a Gemma 4 for text. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 262144
-    n_layers: int = 30
-    window: int | None = 512
-    global_head_size: int | None = 512
-    has_value_norm: bool = True
-    attention_scale: float | None = 1.0
-    rope_scaling: Scaling | None = _PROPORTIONAL
-    d_layer_input: int = 256
-    n_layer_inputs: int | None = 262144
-    has_layer_scale: bool = True
-    adds_experts: bool = True
-    norm: str = "rms"
+    vocab_size = 262144
+    n_layers = 30
+    window = 512
+    attention_scale = 1.0
+    global_head_size = 512
+    has_value_norm = has_layer_scale = True
+    rope_scaling = _PROPORTIONAL
+    norm = "rms"
+    d_layer_input, n_layer_inputs = 256, 262144
+    adds_experts = True
 
     model_type = "gemma4_text"
     by_kind = True

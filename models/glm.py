@@ -18,20 +18,13 @@ _ENDS = (151329, 151336, 151338)
 class GlmConfig(DecoderConfig):
     """The sizes of a GLM-4 of 2024. The defaults are those of glm-4-9b-chat. See `DecoderConfig`."""
 
-    vocab_size: int = 151552
-    n_positions: int = 131072
-    d_mlp: int | None = 13696
-    n_layers: int = 40
-    n_kv_heads: int | None = 2
-    head_size: int | None = 128
-    attention_bias: bool = True
-    output_bias: bool | None = False
-    rope_share: float = 0.5
-    is_interleaved: bool = True
-    norm_eps: float = 0.00000015625
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = _ENDS
-    pad_token_id: int | None = 151329
+    vocab_size, n_positions = 151552, 131072
+    d_mlp, n_layers = 13696, 40
+    n_kv_heads, head_size = 2, 128
+    attention_bias, output_bias = True, False
+    rope_share, is_interleaved = 0.5, True
+    norm_eps = 0.00000015625
+    bos_token_id, eos_token_id, pad_token_id = None, _ENDS, 151329
 
     model_type = "glm"
     rows = rows(Field("attention_bias"), Rope(has_share=True))
@@ -47,7 +40,7 @@ class Glm(Decoder, config=GlmConfig, init=False):
 class Glm4Config(GlmConfig):
     """The sizes of a GLM-4-0414. The defaults are those of transformers. See `DecoderConfig`."""
 
-    norm_places: str = "both"
+    norm_places = "both"
 
     model_type = "glm4"
     names = Names({**_JOINT, "post_self_attn_layernorm": "attention_post_norm", "post_mlp_layernorm": "mlp_post_norm"})

@@ -17,24 +17,14 @@ from .hf import Field, published
 class Glm4MoeLiteConfig(DeepseekV3Config):
     """The sizes of a GLM-4.7-Flash. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 154880
-    n_positions: int = 202752
-    d_model: int = 2048
-    d_mlp: int | None = 10240
-    n_layers: int = 47
-    n_heads: int = 20
-    query_latent_size: int | None = 768
-    plain_size: int = 192
-    value_size: int = 256
-    norm_eps: float = 1e-5
-    n_experts: int = 64
-    n_chosen: int = 4
-    d_expert: int | None = 1536
-    d_shared: int = 1536
-    n_dense: int = 1
-    router_scale: float = 1.8
-    n_expert_groups: int = 1
-    n_chosen_groups: int = 1
+    vocab_size, n_positions = 154880, 202752
+    d_model, d_mlp, n_layers, n_heads = 2048, 10240, 47, 20
+    query_latent_size = 768
+    plain_size, value_size = 192, 256
+    norm_eps = 1e-5
+    n_experts, n_chosen, d_expert, d_shared = 64, 4, 1536, 1536
+    n_dense, router_scale = 1, 1.8
+    n_expert_groups = n_chosen_groups = 1
 
     model_type = "glm4_moe_lite"
     wide_routers = ("router", "correction")

@@ -17,25 +17,15 @@ from .hf import Field, Only, published
 class Glm4MoeConfig(DecoderConfig):
     """The sizes of a GLM-4.5. The defaults are those of transformers, with its heads. See `DecoderConfig`."""
 
-    vocab_size: int = 151552
-    n_positions: int = 131072
-    d_mlp: int | None = 10944
-    n_layers: int = 46
-    n_heads: int = 96
-    n_kv_heads: int | None = 8
-    head_size: int | None = 128
-    output_bias: bool | None = False
-    rope_share: float = 0.5
-    norm_eps: float = 1e-5
-    n_experts: int = 128
-    n_chosen: int = 8
-    d_expert: int | None = 1408
-    d_shared: int = 1408
-    n_dense: int = 1
-    router_score: str = "sigmoid"
-    has_correction: bool = True
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
+    vocab_size, n_positions = 151552, 131072
+    d_mlp, n_layers, n_heads = 10944, 46, 96
+    n_kv_heads, head_size = 8, 128
+    output_bias = False
+    rope_share = 0.5
+    norm_eps = 1e-5
+    n_experts, n_chosen, d_expert, d_shared = 128, 8, 1408, 1408
+    n_dense, router_score, has_correction = 1, "sigmoid", True
+    bos_token_id = eos_token_id = None
 
     model_type = "glm4_moe"
     wide_routers = ("router", "correction")
@@ -52,17 +42,8 @@ class Glm4MoeConfig(DecoderConfig):
     sizes = published(
         {
             "4.5-air": {},
-            "4.5": {
-                "d_model": 5120,
-                "d_mlp": 12288,
-                "n_layers": 92,
-                "n_experts": 160,
-                "d_expert": 1536,
-                "d_shared": 1536,
-                "n_dense": 3,
-                "head_norm": "head",
-                "router_scale": 2.5,
-            },
+            "4.5": {"d_model": 5120, "d_mlp": 12288, "n_layers": 92, "n_experts": 160, "d_expert": 1536, "d_shared": 1536}
+            | {"n_dense": 3, "head_norm": "head", "router_scale": 2.5},
         },
         attention_bias=True,
         rope_theta=1e6,
@@ -80,14 +61,11 @@ class SolarOpenConfig(Glm4MoeConfig):
     """The sizes of a Solar Open, which has experts in all layers. The defaults are those of transformers. See
     `DecoderConfig`."""
 
-    vocab_size: int = 196608
-    n_layers: int = 48
-    n_heads: int = 64
-    rope_theta: float = 1e6
-    rope_share: float = 1.0
-    d_expert: int | None = 1280
-    d_shared: int = 1280
-    n_dense: int = 0
+    vocab_size = 196608
+    n_layers, n_heads = 48, 64
+    rope_theta, rope_share = 1e6, 1.0
+    d_expert = d_shared = 1280
+    n_dense = 0
 
     model_type = "solar_open"
     rows = rows(*GROUPED, Field("attention_bias"), without=("d_mlp",))

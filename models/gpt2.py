@@ -18,19 +18,13 @@ class GPT2Config(GPTConfig):
     `init_std`: the published 0.02 suits widths of 768 and more; narrower models learn faster with a larger one.
     """
 
-    vocab_size: int = 50257
-    n_positions: int = 1024
-    d_model: int = 768
-    n_layers: int = 12
-    n_heads: int = 12
-    attention_bias: bool = True
-    position_offset: int | None = 0
-    is_tied: bool = True
-    embedding_dropout: float = 0.1
-    attention_dropout: float = 0.1
-    residual_dropout: float = 0.1
-    bos_token_id: int | None = 50256
-    eos_token_id: int | tuple[int, ...] | None = 50256
+    vocab_size, n_positions = 50257, 1024
+    d_model, n_layers, n_heads = 768, 12, 12
+    attention_bias = True
+    position_offset = 0
+    is_tied = True
+    embedding_dropout = residual_dropout = attention_dropout = 0.1
+    bos_token_id = eos_token_id = 50256
 
     model_type = "gpt2"
     architecture = "GPT2LMHeadModel"

@@ -13,21 +13,15 @@ from .hf import Only, published
 class GPTBigCodeConfig(GPTConfig):
     """The sizes of a GPT-BigCode. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 50257
-    n_positions: int = 1024
-    d_model: int = 768
-    n_layers: int = 12
-    n_heads: int = 12
-    n_kv_heads: int | None = 1
-    activation: str = "gelu_pytorch_tanh"
-    attention_bias: bool = True
-    position_offset: int | None = 0
-    is_tied: bool = True
-    embedding_dropout: float = 0.1
-    attention_dropout: float = 0.1
-    residual_dropout: float = 0.1
-    bos_token_id: int | None = 50256
-    eos_token_id: int | tuple[int, ...] | None = 50256
+    vocab_size, n_positions = 50257, 1024
+    d_model, n_layers, n_heads = 768, 12, 12
+    n_kv_heads = 1
+    attention_bias = True
+    position_offset = 0
+    activation = "gelu_pytorch_tanh"
+    is_tied = True
+    embedding_dropout = residual_dropout = attention_dropout = 0.1
+    bos_token_id = eos_token_id = 50256
 
     model_type = "gpt_bigcode"
     scales_residual = True

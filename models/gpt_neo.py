@@ -39,17 +39,14 @@ class _AttentionTypes(Row):
 class GPTNeoConfig(GPTConfig):
     """The sizes of a GPT-Neo. The defaults are those with 1.3 billion parameters. See `DecoderConfig`."""
 
-    vocab_size: int = 50257
-    d_model: int = 2048
-    n_layers: int = 24
-    n_heads: int = 16
-    window: int | None = 256
-    output_bias: bool | None = True
-    attention_scale: float | None = 1.0
-    position_offset: int | None = 0
-    is_tied: bool = True
-    bos_token_id: int | None = 50256
-    eos_token_id: int | tuple[int, ...] | None = 50256
+    vocab_size = 50257
+    d_model, n_layers, n_heads = 2048, 24, 16
+    window = 256
+    output_bias = True
+    attention_scale = 1.0
+    position_offset = 0
+    is_tied = True
+    bos_token_id = eos_token_id = 50256
 
     model_type = "gpt_neo"
     rows = rows(

@@ -15,17 +15,13 @@ from .hf import Field, Only, published
 class GPTNeoXConfig(GPTConfig):
     """The sizes of a GPT-NeoX. The defaults are those with 20 billion parameters. See `DecoderConfig`."""
 
-    vocab_size: int = 50432
-    d_model: int = 6144
-    d_mlp: int | None = 24576
-    n_layers: int = 44
-    n_heads: int = 64
-    attention_bias: bool = True
-    rope_share: float = 0.25
-    is_parallel: bool = True
-    activation: str = "gelu"
-    bos_token_id: int | None = 0
-    eos_token_id: int | tuple[int, ...] | None = 2
+    vocab_size = 50432
+    d_model, d_mlp, n_layers, n_heads = 6144, 24576, 44, 64
+    attention_bias = True
+    rope_share = 0.25
+    is_parallel = True
+    activation = "gelu"
+    bos_token_id, eos_token_id = 0, 2
 
     model_type = "gpt_neox"
     rows = rows(
@@ -73,16 +69,13 @@ class GPTNeoX(Decoder, config=GPTNeoXConfig, init=False):
 class PersimmonConfig(GPTNeoXConfig):
     """The sizes of a Persimmon. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 262144
-    n_positions: int = 16384
-    d_model: int = 4096
-    d_mlp: int | None = 16384
-    n_layers: int = 36
-    head_norm: str | None = "head"
-    rope_share: float = 0.5
-    is_parallel: bool = False
-    activation: str = "relu2"
-    bos_token_id: int | None = 1
+    vocab_size, n_positions = 262144, 16384
+    d_model, d_mlp, n_layers = 4096, 16384, 36
+    head_norm = "head"
+    rope_share = 0.5
+    is_parallel = False
+    activation = "relu2"
+    bos_token_id = 1
 
     model_type = "persimmon"
     rows = rows(

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from ._kinds import POSITIVE
 from .decoder import Decoder, DecoderConfig, Experts, LayerTypes, Names, rows
 from .hf import Field, Only, published
-from .nn import Scaling, YarnScaling
+from .nn import YarnScaling
 
 _YARN = YarnScaling(32.0, 4096, 0.1 * math.log(32) + 1, truncate=False)
 
@@ -21,27 +21,19 @@ _YARN = YarnScaling(32.0, 4096, 0.1 * math.log(32) + 1, truncate=False)
 class GptOssConfig(DecoderConfig):
     """The sizes of a gpt-oss; `d_mlp` is that of experts. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 201088
-    n_positions: int = 131072
-    d_model: int = 2880
-    d_mlp: int | None = 2880
-    n_layers: int = 36
-    n_heads: int = 64
-    n_kv_heads: int | None = 8
-    head_size: int | None = 64
-    window: int | None = 128
-    attention_bias: bool = True
-    has_sinks: bool = True
-    rope_theta: float = 150000.0
-    rope_scaling: Scaling | None = _YARN
-    norm_eps: float = 1e-5
-    activation: str = "quick_gelu"
-    n_experts: int = 128
-    n_chosen: int = 4
-    expert_bias: bool = True
-    expert_limit: float | None = 7.0
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
+    vocab_size, n_positions = 201088, 131072
+    d_model, d_mlp, n_layers, n_heads = 2880, 2880, 36, 64
+    n_kv_heads, head_size = 8, 64
+    window = 128
+    attention_bias = True
+    has_sinks = True
+    rope_theta = 150000.0
+    rope_scaling = _YARN
+    norm_eps = 1e-5
+    activation = "quick_gelu"
+    n_experts, n_chosen = 128, 4
+    expert_bias, expert_limit = True, 7.0
+    bos_token_id = eos_token_id = None
 
     model_type = "gpt_oss"
     window_period = 2

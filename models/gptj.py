@@ -25,17 +25,13 @@ def _head(known: Mapping[str, Any]) -> int:
 class GPTJConfig(GPTConfig):
     """The sizes and dropout rates of GPT-J. The defaults are those of the published one. See `DecoderConfig`."""
 
-    vocab_size: int = 50400
-    n_layers: int = 28
-    n_heads: int = 16
-    output_bias: bool | None = False
-    rope_share: float = 0.25
-    is_interleaved: bool = True
-    is_parallel: bool = True
-    shares_norm: bool = True
-    head_bias: bool = True
-    bos_token_id: int | None = 50256
-    eos_token_id: int | tuple[int, ...] | None = 50256
+    vocab_size = 50400
+    n_layers, n_heads = 28, 16
+    output_bias = False
+    rope_share, is_interleaved = 0.25, True
+    is_parallel = shares_norm = True
+    head_bias = True
+    bos_token_id = eos_token_id = 50256
 
     model_type = "gptj"
     rows = rows(

@@ -33,15 +33,10 @@ _PUBLISHED: dict[str, Any] = {
 class GraniteConfig(DecoderConfig):
     """The sizes of a Granite 3. The defaults are those of transformers. See `DecoderConfig`."""
 
-    attention_scale: float | None = 1.0
+    attention_scale = 1.0
 
     model_type = "granite"
-    rows = rows(
-        Field("attention_bias"),
-        Field("mlp_bias"),
-        *FACTORS,
-        without=("head_size",),
-    )
+    rows = rows(Field("attention_bias"), Field("mlp_bias"), *FACTORS, without=("head_size",))
     sizes = published(
         {
             "3.1-2b": {"d_model": 2048, "d_mlp": 8192, "rope_theta": 5e6, "attention_scale": 1 / 64, "logit_divisor": 8.0},
@@ -65,8 +60,7 @@ class GraniteMoeConfig(GraniteConfig):
     """The sizes of a Granite 3 with experts of width `d_mlp`. The defaults are those of transformers. See
     `DecoderConfig`."""
 
-    n_experts: int = 8
-    n_chosen: int = 2
+    n_experts, n_chosen = 8, 2
 
     model_type = "granitemoe"
     rows = rows(
@@ -85,9 +79,7 @@ class GraniteMoeConfig(GraniteConfig):
         experts="block_sparse_moe.experts",
     )
     sizes = published(
-        {
-            "3.0-1b-a400m": {"d_model": 1024, "n_layers": 24, "n_heads": 16, "n_experts": 32, "logit_divisor": 6.0},
-        },
+        {"3.0-1b-a400m": {"d_model": 1024, "n_layers": 24, "n_heads": 16, "n_experts": 32, "logit_divisor": 6.0}},
         n_positions=4096,
         d_mlp=512,
         n_chosen=8,

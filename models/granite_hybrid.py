@@ -44,17 +44,10 @@ class GraniteMoeHybridConfig(GraniteConfig):
     """The sizes of a Granite 4, of which `d_mlp` is that of the MLP, also beside experts. The defaults are those of
     transformers. See `DecoderConfig`."""
 
-    d_mlp: int | None = 1024
-    d_shared: int = 1024
-    d_expert: int | None = 11008
-    n_experts: int = 8
-    n_chosen: int = 2
-    mixer: str = "mamba"
-    conv_bias: bool = True
-    state_groups: int = 1
-    state_heads: int = 128
-    state_size: int = 256
-    state_value_size: int = 64
+    d_mlp = 1024
+    mixer, conv_bias = "mamba", True
+    state_groups, state_heads, state_size, state_value_size = 1, 128, 256, 64
+    n_experts, n_chosen, d_expert, d_shared = 8, 2, 11008, 1024
 
     model_type = "granitemoehybrid"
     unrotated_period = 1

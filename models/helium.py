@@ -13,18 +13,13 @@ from .hf import Field
 class HeliumConfig(DecoderConfig):
     """The sizes of a Helium. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 48000
-    n_positions: int = 4096
-    d_model: int = 2560
-    d_mlp: int | None = 7040
-    n_layers: int = 24
-    n_heads: int = 20
-    head_size: int | None = 128
-    output_bias: bool | None = False
-    rope_theta: float = 100000.0
-    is_interleaved: bool = True
-    norm_eps: float = 1e-8
-    pad_token_id: int | None = 3
+    vocab_size, n_positions = 48000, 4096
+    d_model, d_mlp, n_layers, n_heads = 2560, 7040, 24, 20
+    head_size = 128
+    output_bias = False
+    rope_theta, is_interleaved = 100000.0, True
+    norm_eps = 1e-8
+    pad_token_id = 3
 
     model_type = "helium"
     rows = rows(Field("attention_bias"), Field("mlp_bias"))

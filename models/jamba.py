@@ -90,20 +90,14 @@ class JambaConfig(DecoderConfig):
     """The sizes of a Jamba, whose experts have the width of the MLPs. The defaults are those of transformers, which are
     Jamba v0.1's. See `DecoderConfig`."""
 
-    vocab_size: int = 65536
-    n_positions: int = 262144
-    d_mlp: int | None = 14336
-    n_kv_heads: int | None = 8
-    n_experts: int = 16
-    n_chosen: int = 2
-    renormalize: bool = False
-    mixer: str = "mamba1"
-    conv_bias: bool = True
-    state_groups: int = 1
-    state_heads: int = 1
-    state_size: int = 16
-    state_value_size: int = 8192
-    pad_token_id: int | None = 0
+    vocab_size, n_positions = 65536, 262144
+    d_mlp = 14336
+    n_kv_heads = 8
+    mixer, conv_bias = "mamba1", True
+    state_groups, state_heads, state_size, state_value_size = 1, 1, 16, 8192
+    n_experts, n_chosen = 16, 2
+    renormalize = False
+    pad_token_id = 0
 
     model_type = "jamba"
     unrotated_period, scan_norm = 1, "rms"

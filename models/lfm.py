@@ -56,18 +56,15 @@ _NAMES = {
 class Lfm2Config(DecoderConfig):
     """The sizes of an LFM2. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 65536
-    n_positions: int = 128000
-    d_model: int = 2560
-    d_mlp: int | None = 8192
-    n_kv_heads: int | None = 8
-    head_norm: str | None = "head"
-    mixer: str = "conv"
-    conv_kernel: int = 3
-    rope_theta: float = 1000000.0
-    norm_eps: float = 1e-5
-    is_tied: bool = True
-    pad_token_id: int | None = 0
+    vocab_size, n_positions = 65536, 128000
+    d_model, d_mlp = 2560, 8192
+    n_kv_heads = 8
+    head_norm = "head"
+    mixer, conv_kernel = "conv", 3
+    rope_theta = 1000000.0
+    norm_eps = 1e-5
+    is_tied = True
+    pad_token_id = 0
 
     model_type = "lfm2"
     rows = rows(*ROWS, _Inner(), MixerLayers("conv", _attention), without=WITHOUT)

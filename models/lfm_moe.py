@@ -25,14 +25,9 @@ def _none(reader: ConfigReader, known: Mapping[str, Any]) -> Sequence[int]:
 class Lfm2MoeConfig(Lfm2Config):
     """The sizes of an LFM2 with experts. The defaults are those of transformers. See `DecoderConfig`."""
 
-    d_model: int = 2048
-    d_mlp: int | None = 7168
-    n_experts: int = 32
-    n_chosen: int = 4
-    d_expert: int | None = 1792
-    n_dense: int = 2
-    router_score: str = "sigmoid"
-    has_correction: bool = True
+    d_model, d_mlp = 2048, 7168
+    n_experts, n_chosen, d_expert = 32, 4, 1792
+    n_dense, router_score, has_correction = 2, "sigmoid", True
 
     model_type = "lfm2_moe"
     router_eps, wide_routers = 1e-6, ("correction",)

@@ -27,23 +27,15 @@ class MambaConfig(DecoderConfig):
     `n_positions` only limits texts, as the model has no positions. Initial convolutions are drawn as in other decoders.
     """
 
-    vocab_size: int = 50280
-    n_positions: int = 2**20
-    d_model: int = 768
-    n_heads: int = 1
-    mixer: str = "mamba1"
-    conv_bias: bool = True
-    state_groups: int = 1
-    state_heads: int = 1
-    state_size: int = 16
-    state_value_size: int = 1536
-    norm_eps: float = 1e-5
-    shares_norm: bool = True
-    is_tied: bool = True
-    bos_token_id: int | None = 0
-    eos_token_id: int | tuple[int, ...] | None = 0
-    pad_token_id: int | None = 0
-    init_std: float = 0.1
+    vocab_size, n_positions = 50280, 2**20
+    d_model, n_heads = 768, 1
+    mixer, conv_bias = "mamba1", True
+    state_groups, state_heads, state_size, state_value_size = 1, 1, 16, 1536
+    norm_eps = 1e-5
+    shares_norm = True
+    is_tied = True
+    bos_token_id = eos_token_id = pad_token_id = 0
+    init_std = 0.1
 
     model_type = "mamba"
     attention_period, unrotated_period, has_one_part = 0, 1, True

@@ -14,17 +14,12 @@ from .mamba import MambaConfig, alone
 class Mamba2Config(MambaConfig):
     """The sizes of a Mamba-2. The defaults are those of transformers, which are Codestral Mamba's. See `MambaConfig`."""
 
-    vocab_size: int = 32768
-    d_model: int = 4096
-    n_layers: int = 64
-    mixer: str = "mamba"
-    state_groups: int = 8
-    state_heads: int = 128
-    state_size: int = 128
-    state_value_size: int = 64
-    is_tied: bool = False
-    eos_token_id: int | tuple[int, ...] | None = 2
-    pad_token_id: int | None = 1
+    vocab_size = 32768
+    d_model, n_layers = 4096, 64
+    mixer = "mamba"
+    state_groups, state_heads, state_size, state_value_size = 8, 128, 128, 64
+    is_tied = False
+    eos_token_id, pad_token_id = 2, 1
 
     model_type = "mamba2"
     rows = alone(

@@ -28,22 +28,14 @@ _ROTARY = Field(
 class MiniMaxM2Config(DecoderConfig):
     """The sizes of a MiniMax-M2. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 200064
-    n_positions: int = 196608
-    d_model: int = 3072
-    d_mlp: int | None = 1536
-    n_layers: int = 62
-    n_heads: int = 48
-    n_kv_heads: int | None = 8
-    head_size: int | None = 128
-    head_norm: str | None = "all"
-    rope_theta: float = 5000000.0
-    n_experts: int = 256
-    n_chosen: int = 8
-    router_score: str = "sigmoid"
-    has_correction: bool = True
-    bos_token_id: int | None = 200034
-    eos_token_id: int | tuple[int, ...] | None = 200020
+    vocab_size, n_positions = 200064, 196608
+    d_model, d_mlp, n_layers, n_heads = 3072, 1536, 62, 48
+    n_kv_heads, head_size = 8, 128
+    head_norm = "all"
+    rope_theta = 5000000.0
+    n_experts, n_chosen = 256, 8
+    router_score, has_correction = "sigmoid", True
+    bos_token_id, eos_token_id = 200034, 200020
 
     model_type = "minimax_m2"
     rows = rows(

@@ -14,17 +14,17 @@ from typing import Any
 from ._kinds import NOT_NEGATIVE
 from .decoder import PART_OF_LARGER, Decoder, DecoderConfig, LayerTypes, Names, Rope, Window, rows
 from .hf import ConfigReader, Field, Only, published
-from .nn import Scaling, YarnScaling
+from .nn import YarnScaling
 
 
 @dataclass(frozen=True)
 class MistralConfig(DecoderConfig):
     """The sizes of a Mistral. The defaults are those of transformers. See `DecoderConfig`."""
 
-    n_positions: int = 131072
-    d_mlp: int | None = 14336
-    n_kv_heads: int | None = 8
-    window: int | None = 4096
+    n_positions = 131072
+    d_mlp = 14336
+    n_kv_heads = 8
+    window = 4096
 
     model_type = "mistral"
     part = "text_config"
@@ -80,16 +80,15 @@ _YARN = YarnScaling(16.0, 16384, 1.0, all_dims=1.0)
 class Ministral3Config(MistralConfig):
     """The sizes of a Ministral 3. The defaults are those with 8 billion parameters. See `DecoderConfig`."""
 
-    vocab_size: int = 131072
-    n_positions: int = 262144
-    n_layers: int = 34
-    head_size: int | None = 128
-    window: int | None = None
-    query_growth: float = 0.1
-    rope_theta: float = 1000000.0
-    rope_scaling: Scaling | None = _YARN
-    norm_eps: float = 1e-5
-    pad_token_id: int | None = 11
+    vocab_size, n_positions = 131072, 262144
+    n_layers = 34
+    head_size = 128
+    window = None
+    query_growth = 0.1
+    rope_theta = 1000000.0
+    rope_scaling = _YARN
+    norm_eps = 1e-5
+    pad_token_id = 11
 
     model_type = "ministral3"
     rows = rows(Window(), Only("model_type", "ministral3", is_written=False), GrowingRope(kinds=("default", "yarn")))
@@ -112,13 +111,12 @@ class Ministral3(Decoder, config=Ministral3Config, init=False):
 class MixtralConfig(DecoderConfig):
     """The sizes of a Mixtral. The defaults are those of transformers. See `DecoderConfig`."""
 
-    n_positions: int = 131072
-    d_mlp: int | None = 14336
-    n_kv_heads: int | None = 8
-    rope_theta: float = 1000000.0
-    norm_eps: float = 1e-5
-    n_experts: int = 8
-    n_chosen: int = 2
+    n_positions = 131072
+    d_mlp = 14336
+    n_kv_heads = 8
+    rope_theta = 1000000.0
+    norm_eps = 1e-5
+    n_experts, n_chosen = 8, 2
 
     model_type = "mixtral"
     rows = rows(
@@ -139,14 +137,8 @@ class MixtralConfig(DecoderConfig):
     sizes = published(
         {
             "8x7b": {"n_positions": 32768},
-            "8x22b": {
-                "vocab_size": 32768,
-                "n_positions": 65536,
-                "d_model": 6144,
-                "d_mlp": 16384,
-                "n_layers": 56,
-                "n_heads": 48,
-            },
+            "8x22b": {"vocab_size": 32768, "n_positions": 65536, "d_model": 6144, "d_mlp": 16384, "n_layers": 56}
+            | {"n_heads": 48},
         }
     )
 

@@ -9,44 +9,25 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ._kinds import COUNT
-from .decoder import (
-    LATENT,
-    LATENT_NAMES,
-    PART_OF_LARGER,
-    ROUTED,
-    Decoder,
-    DecoderConfig,
-    Experts,
-    Names,
-    expert_names,
-    rows,
-)
+from .decoder import LATENT, LATENT_NAMES, PART_OF_LARGER, ROUTED, Decoder, DecoderConfig, Experts, Names, expert_names, rows
 from .hf import Field, Only, published
 from .mistral import GrowingRope
-from .nn import Scaling, YarnScaling
+from .nn import YarnScaling
 
 
 @dataclass(frozen=True)
 class Mistral4Config(DecoderConfig):
     """The sizes of a Mistral Small 4. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 131072
-    n_positions: int = 1048576
-    d_mlp: int | None = 12288
-    n_layers: int = 36
-    query_growth: float = 0.1
-    latent_size: int | None = 256
-    query_latent_size: int | None = 1024
-    plain_size: int = 64
-    shared_rotary_size: int = 64
-    value_size: int = 128
-    rope_scaling: Scaling | None = YarnScaling(128.0, 8192, 1.0, all_dims=1.0)  # noqa: RUF009  # frozen
-    is_interleaved: bool = True
-    n_experts: int = 128
-    n_chosen: int = 4
-    d_expert: int | None = 2048
-    d_shared: int = 2048
-    pad_token_id: int | None = 11
+    vocab_size, n_positions = 131072, 1048576
+    d_mlp, n_layers = 12288, 36
+    query_growth = 0.1
+    latent_size, query_latent_size = 256, 1024
+    plain_size, shared_rotary_size, value_size = 64, 64, 128
+    is_interleaved = True
+    rope_scaling = YarnScaling(128.0, 8192, 1.0, all_dims=1.0)
+    n_experts, n_chosen, d_expert, d_shared = 128, 4, 2048, 2048
+    pad_token_id = 11
 
     model_type = "mistral4"
     part = "text_config"

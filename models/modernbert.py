@@ -84,29 +84,20 @@ class ModernBertConfig(EncoderConfig):
     Raises ValueError as `EncoderConfig` does.
     """
 
-    vocab_size: int = 50368
-    n_positions: int = 8192
-    n_token_types: int = 0
-    d_ff: int = 1152
-    n_layers: int = 22
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-    classifier_dropout: float | None = 0.0
-    layer_norm_eps: float = 1e-5
-    has_pooler: bool = False
-    bos_token_id: int | None = 50281
-    eos_token_id: int | tuple[int, ...] | None = 50282
-    pad_token_id: int | None = 50283
-    position_kind: str = "rotary"
-    rope_theta: float = 160000.0
-    norm_places: str = "pre"
-    norm_bias: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    is_gated: bool = True
-    head_activation: str = "gelu"
-    head_bias: bool = False
-    model_type: str = "modernbert"
+    vocab_size, n_positions, n_token_types = 50368, 8192, 0
+    n_layers = 22
+    d_ff = 1152
+    attention_bias = False
+    layer_norm_eps = 1e-5
+    position_kind = "rotary"
+    rope_theta = 160000.0
+    norm_bias, norm_places = False, "pre"
+    is_gated, mlp_bias = True, False
+    dropout = attention_dropout = classifier_dropout = 0.0
+    has_pooler = False
+    head_activation, head_bias = "gelu", False
+    bos_token_id, eos_token_id, pad_token_id = 50281, 50282, 50283
+    model_type = "modernbert"
     mlp_dropout: float = 0.0
 
     architectures = MappingProxyType({"modernbert": "ModernBert"})

@@ -49,19 +49,13 @@ class _Attention(Shared):
 class MptConfig(DecoderConfig):
     """The sizes of an MPT. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 50368
-    d_model: int = 2048
-    d_mlp: int | None = None
-    n_layers: int = 24
-    n_heads: int = 16
-    bias_range: float | None = 8.0
-    norm: str = "layer"
-    norm_eps: float = 1e-5
-    activation: str = "gelu"
-    is_gated: bool = False
-    is_tied: bool = True
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
+    vocab_size = 50368
+    d_model, d_mlp, n_layers, n_heads = 2048, None, 24, 16
+    bias_range = 8.0
+    norm, norm_eps = "layer", 1e-5
+    activation, is_gated = "gelu", False
+    is_tied = True
+    bos_token_id = eos_token_id = None
 
     model_type = "mpt"
     architecture = "MptForCausalLM"

@@ -16,19 +16,13 @@ from .hf import Field, published
 class NemotronConfig(DecoderConfig):
     """The sizes of a Nemotron. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 256000
-    n_positions: int = 4096
-    d_model: int = 6144
-    d_mlp: int | None = 24576
-    n_heads: int = 48
-    rope_share: float = 0.5
-    norm: str = "offset_layer"
-    norm_eps: float = 1e-5
-    activation: str = "relu2"
-    is_gated: bool = False
-    init_std: float = 0.0134
-    bos_token_id: int | None = 2
-    eos_token_id: int | tuple[int, ...] | None = 3
+    vocab_size, n_positions = 256000, 4096
+    d_model, d_mlp, n_heads = 6144, 24576, 48
+    rope_share = 0.5
+    norm, norm_eps = "offset_layer", 1e-5
+    activation, is_gated = "relu2", False
+    bos_token_id, eos_token_id = 2, 3
+    init_std = 0.0134
 
     model_type = "nemotron"
     rows = rows(Field("norm_eps"), Field("attention_bias"), Field("mlp_bias"), Rope(has_share=True))
@@ -44,20 +38,12 @@ class Jais2Config(DecoderConfig):
     """The sizes of a Jais 2, which has plain layer norms, and whole heads that are rotary. The defaults are those of
     transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 150272
-    n_positions: int = 8192
-    d_model: int = 3328
-    d_mlp: int | None = 26624
-    n_heads: int = 26
-    attention_bias: bool = True
-    norm: str = "layer"
-    norm_bias: bool = True
-    norm_eps: float = 1e-5
-    activation: str = "relu2"
-    is_gated: bool = False
-    mlp_bias: bool = True
-    bos_token_id: int | None = 0
-    eos_token_id: int | tuple[int, ...] | None = 150024
+    vocab_size, n_positions = 150272, 8192
+    d_model, d_mlp, n_heads = 3328, 26624, 26
+    attention_bias = True
+    norm, norm_bias, norm_eps = "layer", True, 1e-5
+    activation, is_gated, mlp_bias = "relu2", False, True
+    bos_token_id, eos_token_id = 0, 150024
 
     model_type = "jais2"
     rows = rows(Field("layer_norm_eps", "norm_eps"), Field("attention_bias"), Field("mlp_bias"))

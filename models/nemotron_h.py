@@ -47,30 +47,19 @@ class _Parts(Row):
 class NemotronHConfig(DecoderConfig):
     """The sizes of a Nemotron-H. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 131072
-    n_positions: int = 4096
-    n_layers: int = 4
-    d_mlp: int | None = 21504
-    n_kv_heads: int | None = 8
-    head_size: int | None = 128
-    parts: tuple[str, ...] | None = ("mixer", "experts", "attention", "mlp")
-    mixer: str = "mamba"
-    conv_bias: bool = True
-    state_groups: int = 8
-    state_heads: int = 128
-    state_value_size: int = 64
-    step_limits: tuple[float, float] = (0.001, math.inf)
-    norm_eps: float = 1e-5
-    shares_norm: bool = True
-    activation: str = "relu2"
-    is_gated: bool = False
-    n_experts: int = 8
-    n_chosen: int = 2
-    d_expert: int | None = 7688
-    d_shared: int = 7688
-    router_score: str = "sigmoid"
-    has_correction: bool = True
-    pad_token_id: int | None = 0
+    vocab_size, n_positions = 131072, 4096
+    d_mlp, n_layers = 21504, 4
+    n_kv_heads, head_size = 8, 128
+    mixer, conv_bias = "mamba", True
+    state_groups, state_heads, state_value_size = 8, 128, 64
+    step_limits = (0.001, math.inf)
+    norm_eps = 1e-5
+    shares_norm = True
+    activation, is_gated = "relu2", False
+    n_experts, n_chosen, d_expert, d_shared = 8, 2, 7688, 7688
+    router_score, has_correction = "sigmoid", True
+    pad_token_id = 0
+    parts = ("mixer", "experts", "attention", "mlp")
 
     model_type = "nemotron_h"
     wide_routers = ("router", "correction")

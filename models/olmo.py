@@ -15,12 +15,9 @@ from .hf import Field, Only, published
 class OlmoConfig(DecoderConfig):
     """The sizes of an OLMo 1. The defaults are those with 7 billion parameters. See `DecoderConfig`."""
 
-    vocab_size: int = 50304
-    norm: str = "plain_layer"
-    norm_eps: float = 1e-5
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = 50279
-    pad_token_id: int | None = 1
+    vocab_size = 50304
+    norm, norm_eps = "plain_layer", 1e-5
+    bos_token_id, eos_token_id, pad_token_id = None, 50279, 1
 
     model_type = "olmo"
     rows = rows(Field("attention_bias"), Only("clip_qkv", None), without=("norm_eps",))
@@ -35,18 +32,12 @@ class Olmo(Decoder, config=OlmoConfig, init=False):
 class Olmo2Config(OlmoConfig):
     """The sizes of an OLMo 2. The defaults are those of transformers. See `DecoderConfig`."""
 
-    norm: str = "rms"
-    norm_places: str = "post"
-    head_norm: str | None = "all"
+    head_norm = "all"
+    norm, norm_places = "rms", "post"
 
     model_type = "olmo2"
     rows = rows(Field("attention_bias"))
-    names = Names(
-        {
-            "post_attention_layernorm": "attention_post_norm",
-            "post_feedforward_layernorm": "mlp_post_norm",
-        }
-    )
+    names = Names({"post_attention_layernorm": "attention_post_norm", "post_feedforward_layernorm": "mlp_post_norm"})
     sizes = published(
         {
             "1b": {"d_model": 2048, "d_mlp": 8192, "n_layers": 16, "n_heads": 16},
@@ -71,22 +62,16 @@ class Olmo2(Decoder, config=Olmo2Config, init=False):
 class Olmo3Config(Olmo2Config):
     """The sizes of an OLMo 3. The defaults are those of transformers. See `DecoderConfig`."""
 
-    rope_theta: float = 500000.0
-    local_rope_theta: float | None = 500000.0
-    window: int | None = 4096
+    window = 4096
+    rope_theta = local_rope_theta = 500000.0
 
     model_type = "olmo3"
     window_period = 4
     rows = rows(Field("attention_bias"), LayerTypes(), Rope(has_local=True))
     sizes = published(
         {
-            "7b": {
-                "vocab_size": 100278,
-                "n_positions": 65536,
-                "norm_eps": 1e-6,
-                "eos_token_id": 100257,
-                "pad_token_id": 100277,
-            }
+            "7b": {"vocab_size": 100278, "n_positions": 65536, "norm_eps": 1e-6, "eos_token_id": 100257}
+            | {"pad_token_id": 100277}
         }
     )
 

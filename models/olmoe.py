@@ -17,15 +17,11 @@ from .olmo import Olmo2Config
 class OlmoeConfig(Olmo2Config):
     """The sizes of an OLMoE, with experts of width `d_mlp`. The defaults are those of transformers. See `DecoderConfig`."""
 
-    n_positions: int = 4096
-    d_model: int = 2048
-    n_layers: int = 16
-    n_heads: int = 16
-    d_mlp: int | None = 2048
-    n_experts: int = 64
-    n_chosen: int = 8
-    renormalize: bool = False
-    norm_places: str = "pre"
+    n_positions = 4096
+    d_model, d_mlp, n_layers, n_heads = 2048, 2048, 16, 16
+    norm_places = "pre"
+    n_experts, n_chosen = 64, 8
+    renormalize = False
 
     model_type = "olmoe"
     rows = rows(
@@ -49,18 +45,12 @@ class FlexOlmoConfig(OlmoeConfig):
     """The sizes of a FlexOlmo, with experts of width `d_mlp`. The defaults are those of transformers. See
     `DecoderConfig`."""
 
-    vocab_size: int = 100352
-    d_model: int = 4096
-    n_layers: int = 32
-    n_heads: int = 32
-    d_mlp: int | None = 11008
-    rope_theta: float = 500000.0
-    norm_eps: float = 1e-6
-    norm_places: str = "post"
-    n_experts: int = 7
-    n_chosen: int = 5
-    eos_token_id: int | tuple[int, ...] | None = 100257
-    pad_token_id: int | None = 100277
+    vocab_size = 100352
+    d_model, d_mlp, n_layers, n_heads = 4096, 11008, 32, 32
+    rope_theta = 500000.0
+    norm_eps, norm_places = 1e-6, "post"
+    n_experts, n_chosen = 7, 5
+    eos_token_id, pad_token_id = 100257, 100277
 
     model_type = "flex_olmo"
     rows = rows(

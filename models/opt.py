@@ -16,17 +16,14 @@ from .hf import Field, Only, published
 class OPTConfig(GPTConfig):
     """The sizes and dropout rates of OPT. The defaults are those of the smallest published one. See `DecoderConfig`."""
 
-    vocab_size: int = 50272
-    d_model: int = 768
-    n_layers: int = 12
-    n_heads: int = 12
-    attention_bias: bool = True
-    position_offset: int | None = 2  # fairseq counts from the padding id, 1, and skips it
-    activation: str = "relu"
-    is_tied: bool = True
-    residual_dropout: float = 0.1
-    bos_token_id: int | None = 2
-    pad_token_id: int | None = 1
+    vocab_size = 50272
+    d_model, n_layers, n_heads = 768, 12, 12
+    attention_bias = True
+    activation = "relu"
+    is_tied = True
+    residual_dropout = 0.1
+    bos_token_id, pad_token_id = 2, 1
+    position_offset = 2  # fairseq counts from the padding id, 1, and skips it
 
     model_type = "opt"
     scales_residual = zeroes_padding = True

@@ -17,15 +17,12 @@ _RESIDUAL = Field("resid_pdrop", "residual_dropout", RATE)
 class PhiConfig(GPTConfig):
     """The sizes of a Phi-1, 1.5 or 2. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 51200
-    d_model: int = 2048
-    d_mlp: int | None = 8192
-    n_layers: int = 24
-    attention_bias: bool = True
-    rope_share: float = 0.5
-    is_parallel: bool = True
-    shares_norm: bool = True
-    head_bias: bool = True
+    vocab_size = 51200
+    d_model, d_mlp, n_layers = 2048, 8192, 24
+    attention_bias = True
+    rope_share = 0.5
+    is_parallel = shares_norm = True
+    head_bias = True
 
     model_type = "phi"
     rows = rows(
@@ -38,8 +35,7 @@ class PhiConfig(GPTConfig):
         without=("is_tied", "head_size"),
     )
     names = Names(
-        {"self_attn.dense": "attention.output", "mlp.fc1": "mlp.up", "mlp.fc2": "mlp.down"},
-        norm="model.final_layernorm",
+        {"self_attn.dense": "attention.output", "mlp.fc1": "mlp.up", "mlp.fc2": "mlp.down"}, norm="model.final_layernorm"
     )
     sizes = published(
         {
@@ -58,13 +54,10 @@ class Phi(Decoder, config=PhiConfig, init=False):
 class Phi3Config(DecoderConfig):
     """The sizes of a Phi-3 or 4. The defaults are those of Phi-3-mini-4k. See `DecoderConfig`."""
 
-    vocab_size: int = 32064
-    n_positions: int = 4096
-    d_model: int = 3072
-    d_mlp: int | None = 8192
-    norm_eps: float = 1e-5
-    eos_token_id: int | tuple[int, ...] | None = 32000
-    pad_token_id: int | None = 32000
+    vocab_size, n_positions = 32064, 4096
+    d_model, d_mlp = 3072, 8192
+    norm_eps = 1e-5
+    eos_token_id = pad_token_id = 32000
 
     model_type = "phi3"
     rows = rows(
@@ -83,19 +76,9 @@ class Phi3Config(DecoderConfig):
     sizes = published(
         {
             "3-mini-4k": {"window": 2047},
-            "4": {
-                "vocab_size": 100352,
-                "n_positions": 16384,
-                "d_model": 5120,
-                "d_mlp": 17920,
-                "n_layers": 40,
-                "n_heads": 40,
-                "n_kv_heads": 10,
-                "rope_theta": 250000.0,
-                "bos_token_id": 100257,
-                "eos_token_id": 100265,
-                "pad_token_id": 100349,
-            },
+            "4": {"vocab_size": 100352, "n_positions": 16384, "d_model": 5120, "d_mlp": 17920, "n_layers": 40}
+            | {"n_heads": 40, "n_kv_heads": 10, "rope_theta": 250000.0, "bos_token_id": 100257, "eos_token_id": 100265}
+            | {"pad_token_id": 100349},
         }
     )
 

@@ -39,13 +39,12 @@ class _Rope(Rope):
 class PhimoeConfig(MixtralConfig):
     """The sizes of a PhiMoE. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 32064
-    d_mlp: int | None = 6400
-    norm: str = "layer"
-    norm_bias: bool = True
-    n_experts: int = 16
-    renormalize: bool = False
-    router_score: str = "sparsemixer"
+    vocab_size = 32064
+    d_mlp = 6400
+    norm, norm_bias = "layer", True
+    n_experts = 16
+    router_score = "sparsemixer"
+    renormalize = False
 
     model_type = "phimoe"
     aliases = MappingProxyType({})

@@ -41,14 +41,11 @@ class _Windows(Row):
 class Qwen2Config(DecoderConfig):
     """The sizes of a Qwen2. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 151936
-    n_positions: int = 32768
-    d_mlp: int | None = 22016
-    n_kv_heads: int | None = 32
-    attention_bias: bool = True
-    output_bias: bool | None = False
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
+    vocab_size, n_positions = 151936, 32768
+    d_mlp = 22016
+    n_kv_heads = 32
+    attention_bias, output_bias = True, False
+    bos_token_id = eos_token_id = None
 
     model_type = "qwen2"
     rows = rows(_Windows())
@@ -75,10 +72,9 @@ class Qwen2(Decoder, config=Qwen2Config, init=False):
 class Qwen3Config(Qwen2Config):
     """The sizes of a Qwen3. The defaults are those of transformers; `of` returns the chat models. See `DecoderConfig`."""
 
-    head_size: int | None = 128
-    head_norm: str | None = "head"
-    attention_bias: bool = False
-    output_bias: bool | None = None
+    head_size = 128
+    attention_bias, output_bias = False, None
+    head_norm = "head"
 
     model_type = "qwen3"
     rows = rows(Field("attention_bias"), _Windows())

@@ -32,14 +32,12 @@ _PUBLISHED = {"n_positions": 262144, "rope_theta": 1e7, "eos_token_id": 248044}
 class Qwen3_5Config(Qwen3Config):
     """The sizes of a Qwen3.5. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 248320
-    d_mlp: int | None = 12288
-    n_heads: int = 16
-    n_kv_heads: int | None = 4
-    head_size: int | None = 256
-    gates_attention: bool = True
-    rope_share: float = 0.25
-    norm: str = "offset_rms"
+    vocab_size = 248320
+    d_mlp, n_heads = 12288, 16
+    n_kv_heads, head_size = 4, 256
+    gates_attention = True
+    rope_share = 0.25
+    norm = "offset_rms"
 
     model_type = "qwen3_5_text"
     part = "text_config"
@@ -72,15 +70,10 @@ class Qwen3_5(Decoder, config=Qwen3_5Config, init=False):
 class Qwen3_5MoeConfig(Qwen3_5Config):
     """The sizes of a Qwen3.5 with experts. The defaults are those of transformers. See `DecoderConfig`."""
 
-    d_model: int = 2048
-    d_mlp: int | None = None
-    n_layers: int = 40
-    n_kv_heads: int | None = 2
-    n_experts: int = 256
-    n_chosen: int = 8
-    d_expert: int | None = 512
-    d_shared: int = 512
-    gates_shared: bool = True
+    d_model, d_mlp, n_layers = 2048, None, 40
+    n_kv_heads = 2
+    n_experts, n_chosen, d_expert, d_shared = 256, 8, 512, 512
+    gates_shared = True
 
     model_type = "qwen3_5_moe_text"
     rows = rows(

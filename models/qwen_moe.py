@@ -17,17 +17,10 @@ _EXPERTS = (*EXPERTS, Only("use_sliding_window", False))
 class Qwen2MoeConfig(Qwen2Config):
     """The sizes of a Qwen2 with experts. The defaults are those of transformers. See `DecoderConfig`."""
 
-    d_model: int = 2048
-    d_mlp: int | None = 5632
-    n_layers: int = 24
-    n_heads: int = 16
-    n_experts: int = 60
-    n_chosen: int = 4
-    d_expert: int | None = 1408
-    d_shared: int = 5632
-    gates_shared: bool = True
-    renormalize: bool = False
-    n_kv_heads: int | None = None
+    d_model, d_mlp, n_layers, n_heads = 2048, 5632, 24, 16
+    n_kv_heads = None
+    n_experts, n_chosen, d_expert, d_shared = 60, 4, 1408, 5632
+    renormalize, gates_shared = False, True
 
     model_type = "qwen2_moe"
     rows = rows(
@@ -58,15 +51,10 @@ class Qwen2Moe(Decoder, config=Qwen2MoeConfig, init=False):
 class Qwen3MoeConfig(Qwen3Config):
     """The sizes of a Qwen3 with experts. The defaults are those of transformers. See `DecoderConfig`."""
 
-    d_model: int = 2048
-    d_mlp: int | None = 6144
-    d_expert: int | None = 768
-    n_layers: int = 24
-    n_kv_heads: int | None = 4
-    n_experts: int = 128
-    n_chosen: int = 8
-    renormalize: bool = False
-    head_size: int | None = None
+    d_model, d_mlp, n_layers = 2048, 6144, 24
+    n_kv_heads, head_size = 4, None
+    n_experts, n_chosen, d_expert = 128, 8, 768
+    renormalize = False
 
     model_type = "qwen3_moe"
     rows = rows(Field("attention_bias"), *_EXPERTS)

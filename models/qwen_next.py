@@ -20,34 +20,21 @@ def _key_heads(config: DecoderConfig) -> int:
 class Qwen3NextConfig(DecoderConfig):
     """The sizes of a Qwen3-Next. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 151936
-    n_positions: int = 32768
-    d_model: int = 2048
-    d_mlp: int | None = 5632
-    n_layers: int = 48
-    n_heads: int = 16
-    n_kv_heads: int | None = 2
-    head_size: int | None = 256
-    gates_attention: bool = True
-    head_norm: str | None = "head"
-    rope_share: float = 0.25
-    norm: str = "offset_rms"
-    n_experts: int = 512
-    n_chosen: int = 10
-    d_expert: int | None = 512
-    d_shared: int = 512
-    gates_shared: bool = True
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
+    vocab_size, n_positions = 151936, 32768
+    d_model, d_mlp, n_layers, n_heads = 2048, 5632, 48, 16
+    n_kv_heads, head_size = 2, 256
+    head_norm = "head"
+    gates_attention = True
+    rope_share = 0.25
+    norm = "offset_rms"
+    n_experts, n_chosen, d_expert, d_shared = 512, 10, 512, 512
+    gates_shared = True
+    bos_token_id = eos_token_id = None
 
     model_type = "qwen3_next"
     attention_period = 4
     rows = rows(
-        *DELTA,
-        Rope(has_share=True),
-        Field("attention_bias"),
-        Field("shared_expert_intermediate_size", "d_shared"),
-        *EXPERTS,
+        *DELTA, Rope(has_share=True), Field("attention_bias"), Field("shared_expert_intermediate_size", "d_shared"), *EXPERTS
     )
     aliases = MappingProxyType({"num_local_experts": "num_experts"})
     names = Names(

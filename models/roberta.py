@@ -35,14 +35,11 @@ class RobertaConfig(EncoderConfig):
     Raises ValueError as `EncoderConfig` does, and without a `pad_token_id`.
     """
 
-    vocab_size: int = 50265
-    n_positions: int = 510
-    bos_token_id: int | None = 0
-    eos_token_id: int | tuple[int, ...] | None = 2
-    pad_token_id: int | None = 1
-    position_kind: str = "counted"
-    mlm_activation: str | None = "gelu"
-    model_type: str = "roberta"
+    vocab_size, n_positions = 50265, 510
+    position_kind = "counted"
+    mlm_activation = "gelu"
+    bos_token_id, eos_token_id, pad_token_id = 0, 2, 1
+    model_type = "roberta"
 
     architectures = MappingProxyType({"roberta": "Roberta", "xlm-roberta": "XLMRoberta"})
     has_transform = drops_twice = True

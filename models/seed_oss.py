@@ -14,19 +14,12 @@ from .hf import Field, published
 class SeedOssConfig(DecoderConfig):
     """The sizes of a Seed-OSS. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 155136
-    n_positions: int = 524288
-    n_layers: int = 64
-    n_heads: int = 80
-    d_mlp: int | None = 27648
-    n_kv_heads: int | None = 8
-    head_size: int | None = 128
-    attention_bias: bool = True
-    output_bias: bool | None = False
-    attention_dropout: float = 0.1
-    residual_dropout: float = 0.1
-    bos_token_id: int | None = 0
-    pad_token_id: int | None = 1
+    vocab_size, n_positions = 155136, 524288
+    d_mlp, n_layers, n_heads = 27648, 64, 80
+    n_kv_heads, head_size = 8, 128
+    attention_bias, output_bias = True, False
+    residual_dropout = attention_dropout = 0.1
+    bos_token_id, pad_token_id = 0, 1
 
     model_type = "seed_oss"
     rows = rows(

@@ -264,12 +264,7 @@ class SentenceEncoder(eqx.Module):
         folder = save_pretrained(self.encoder, self.encoder.config, folder)
         names = ["Transformer", "Pooling", *["Dense"] * len(self.dense), *["Normalize"] * self.normalizes]
         modules = [
-            {
-                "idx": i,
-                "name": str(i),
-                "path": f"{i}_{name}" if i else "",
-                "type": f"sentence_transformers.models.{name}",
-            }
+            {"idx": i, "name": str(i), "path": f"{i}_{name}" if i else "", "type": f"sentence_transformers.models.{name}"}
             for i, name in enumerate(names)
         ]
         (folder / "1_Pooling").mkdir(exist_ok=True)

@@ -63,24 +63,17 @@ def _block_stds(config: Any) -> BlockStds:
 class SiglipTextConfig(TextConfig):
     """The sizes and dropout rate of SigLIP's text model: a `TextConfig` whose defaults are those of the base models."""
 
-    vocab_size: int = 32000
-    n_positions: int = 64
-    d_model: int = 768
-    d_ff: int = 3072
-    n_heads: int = 12
-    activation: str = "gelu_pytorch_tanh"
-    layer_norm_eps: float = 1e-6
-    is_causal: bool = False
-    pools_last: bool = True
-    d_projection: int | None = 768
+    vocab_size, n_positions = 32000, 64
+    d_model, n_heads = 768, 12
+    d_ff = 3072
+    is_causal, pools_last = False, True
+    d_projection = 768
+    layer_norm_eps = 1e-6
+    activation = "gelu_pytorch_tanh"
 
     model_type = "siglip_text_model"
     names = text_names(*_JOINT)
-    rows = (
-        *TEXTS,
-        Tokens(),
-        Field("projection_size", "d_projection", SIZE, default=lambda known: known["d_model"]),
-    )
+    rows = (*TEXTS, Tokens(), Field("projection_size", "d_projection", SIZE, default=lambda known: known["d_model"]))
     embedding_std = property(lambda config: config.d_model**-0.5)
     block_stds = property(_block_stds)
 
@@ -90,10 +83,10 @@ class SiglipVisionConfig(VisionConfig):
     """The sizes and dropout rate of SigLIP's vision model: a `VisionConfig` with other defaults, which are those of the
     published base models. `has_pooler` says whether the folder has the pooling by attention."""
 
-    layer_norm_eps: float = 1e-6
-    activation: str = "gelu_pytorch_tanh"
-    has_class_token: bool = False
-    pooling: str = "attention"
+    layer_norm_eps = 1e-6
+    activation = "gelu_pytorch_tanh"
+    has_class_token = False
+    pooling = "attention"
 
     model_type = "siglip_vision_model"
     part = "vision_config"
@@ -156,10 +149,8 @@ class SiglipConfig(PairConfig):
             "base-patch16-384": {"vision": SiglipVisionConfig(image_size=384)},
             "large-patch16-256": {"text": _LARGE_TEXT, "vision": SiglipVisionConfig(**_LARGE, image_size=256)},
             "large-patch16-384": {"text": _LARGE_TEXT, "vision": SiglipVisionConfig(**_LARGE, image_size=384)},
-            "so400m-patch14-384": {
-                "text": SiglipTextConfig(**_SO400M, d_projection=1152),
-                "vision": SiglipVisionConfig(**_SO400M, image_size=384, patch_size=14),
-            },
+            "so400m-patch14-384": {"text": SiglipTextConfig(**_SO400M, d_projection=1152)}
+            | {"vision": SiglipVisionConfig(**_SO400M, image_size=384, patch_size=14)},
         }
     )
 

@@ -37,26 +37,17 @@ class _Unrotated(Row):
 class SmolLM3Config(DecoderConfig):
     """The sizes of a SmolLM3. The defaults are those with 3 billion parameters. See `DecoderConfig`."""
 
-    vocab_size: int = 128256
-    n_positions: int = 32768
-    d_model: int = 2048
-    n_layers: int = 36
-    n_heads: int = 16
-    n_kv_heads: int | None = 4
-    rope_theta: float = 2000000.0
-    is_tied: bool = True
-    bos_token_id: int | None = 128000
-    eos_token_id: int | tuple[int, ...] | None = 128001
-    pad_token_id: int | None = 128004
+    vocab_size, n_positions = 128256, 32768
+    d_model, n_layers, n_heads = 2048, 36, 16
+    n_kv_heads = 4
+    rope_theta = 2000000.0
+    is_tied = True
+    bos_token_id, eos_token_id, pad_token_id = 128000, 128001, 128004
 
     model_type = "smollm3"
     unrotated_period = 4
     rows = rows(
-        _Unrotated(),
-        Field("attention_bias"),
-        Field("mlp_bias"),
-        Only("use_sliding_window", False),
-        without=("head_size",),
+        _Unrotated(), Field("attention_bias"), Field("mlp_bias"), Only("use_sliding_window", False), without=("head_size",)
     )
     sizes = published({"3b": {"n_positions": 65536, "rope_theta": 5000000.0}})
 

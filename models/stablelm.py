@@ -13,17 +13,12 @@ from .hf import Field, Only, published
 class StableLmConfig(DecoderConfig):
     """The sizes of a StableLM. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 50304
-    n_positions: int = 4096
-    d_model: int = 2560
-    d_mlp: int | None = 6912
-    output_bias: bool | None = False
-    rope_share: float = 0.25
-    norm: str = "layer"
-    norm_bias: bool = True
-    norm_eps: float = 1e-5
-    bos_token_id: int | None = 0
-    eos_token_id: int | tuple[int, ...] | None = 0
+    vocab_size, n_positions = 50304, 4096
+    d_model, d_mlp = 2560, 6912
+    output_bias = False
+    rope_share = 0.25
+    norm, norm_bias, norm_eps = "layer", True, 1e-5
+    bos_token_id = eos_token_id = 0
 
     model_type = "stablelm"
     rows = rows(
@@ -38,15 +33,8 @@ class StableLmConfig(DecoderConfig):
     )
     sizes = published(
         {
-            "2-1.6b": {
-                "vocab_size": 100352,
-                "d_model": 2048,
-                "n_layers": 24,
-                "d_mlp": 5632,
-                "attention_bias": True,
-                "bos_token_id": 100257,
-                "eos_token_id": 100257,
-            }
+            "2-1.6b": {"vocab_size": 100352, "d_model": 2048, "n_layers": 24, "d_mlp": 5632, "attention_bias": True}
+            | {"bos_token_id": 100257, "eos_token_id": 100257}
         }
     )
 

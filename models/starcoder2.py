@@ -14,19 +14,14 @@ from .hf import Field, published
 class Starcoder2Config(GPTConfig):
     """The sizes of a StarCoder2. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 49152
-    n_positions: int = 4096
-    d_model: int = 3072
-    d_mlp: int | None = 12288
-    n_layers: int = 30
-    n_heads: int = 24
-    n_kv_heads: int | None = 2
-    attention_bias: bool = True
-    activation: str = "gelu_pytorch_tanh"
-    is_tied: bool = True
-    bos_token_id: int | None = 50256
-    eos_token_id: int | tuple[int, ...] | None = 50256
-    init_std: float = 0.018042
+    vocab_size, n_positions = 49152, 4096
+    d_model, d_mlp, n_layers, n_heads = 3072, 12288, 30, 24
+    n_kv_heads = 2
+    attention_bias = True
+    activation = "gelu_pytorch_tanh"
+    is_tied = True
+    bos_token_id = eos_token_id = 50256
+    init_std = 0.018042
 
     model_type = "starcoder2"
     rows = rows(
@@ -42,15 +37,8 @@ class Starcoder2Config(GPTConfig):
         {
             "3b": {"rope_theta": 999999.4420358813},
             "7b": {"d_model": 4608, "d_mlp": 18432, "n_layers": 32, "n_heads": 36, "n_kv_heads": 4, "rope_theta": 1e6},
-            "15b": {
-                "d_model": 6144,
-                "d_mlp": 24576,
-                "n_layers": 40,
-                "n_heads": 48,
-                "n_kv_heads": 4,
-                "rope_theta": 1e5,
-                "is_tied": False,
-            },
+            "15b": {"d_model": 6144, "d_mlp": 24576, "n_layers": 40, "n_heads": 48, "n_kv_heads": 4, "rope_theta": 1e5}
+            | {"is_tied": False},
         },
         n_positions=16384,
         window=4096,

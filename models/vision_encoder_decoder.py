@@ -211,10 +211,7 @@ class VisionEncoderDecoder(EncoderDecoder, Pretrained):
             return memory if self.projection is None else linear(self.projection, memory)
 
     def init_cache(
-        self,
-        length: int,
-        memory: Float[Array, "memory d"],
-        memory_mask: Bool[Array, " memory"] | None = None,
+        self, length: int, memory: Float[Array, "memory d"], memory_mask: Bool[Array, " memory"] | None = None
     ) -> Cache:
         """Returns an empty cache for one text. See `EncoderDecoder.init_cache`."""
         return self.decoder.init_cache(length, memory, memory_mask)

@@ -28,12 +28,7 @@ from ._mixer_rows import (
     StepRank as StepRank,
     mamba_rows as mamba_rows,
 )
-from ._mixers import (
-    make_conv as make_conv,
-    make_delta as make_delta,
-    make_mamba as make_mamba,
-    make_mamba1 as make_mamba1,
-)
+from ._mixers import make_conv as make_conv, make_delta as make_delta, make_mamba as make_mamba, make_mamba1 as make_mamba1
 from ._model import FAMILIES as FAMILIES, Decoder as Decoder
 from ._names import (
     DELTA_NAMES as DELTA_NAMES,

@@ -428,13 +428,9 @@ class GPTConfig(DecoderConfig):
     """The values that GPT-2 shares with other families: layer norms, and an MLP with biases and without a gate. See
     `DecoderConfig`."""
 
-    d_mlp: int | None = None
-    norm: str = "layer"
-    norm_bias: bool = True
-    norm_eps: float = 1e-5
-    activation: str = "gelu_new"
-    is_gated: bool = False
-    mlp_bias: bool = True
+    d_mlp = None
+    norm, norm_bias, norm_eps = "layer", True, 1e-5
+    activation, is_gated, mlp_bias = "gelu_new", False, True
 
 
 def every(period: int | None, n_layers: int) -> tuple[int, ...]:

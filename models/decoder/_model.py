@@ -370,10 +370,7 @@ class Decoder(Pretrained):
         return Routing(*[zero] * 6)
 
     def init_cache(
-        self,
-        length: int,
-        memory: Float[Array, "memory d"] | None = None,
-        memory_mask: Bool[Array, " memory"] | None = None,
+        self, length: int, memory: Float[Array, "memory d"] | None = None, memory_mask: Bool[Array, " memory"] | None = None
     ) -> Cache:
         """Returns an empty cache for one example of at most `length` tokens, including padding. The keys and values of a
         memory are computed here.

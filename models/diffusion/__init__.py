@@ -21,10 +21,5 @@ from ._blocks import (
 )
 from ._flow import FlowMatchEuler as FlowMatchEuler
 from ._pndm import PNDM as PNDM
-from ._scheduler import (
-    Scheduler as Scheduler,
-    denoise as denoise,
-    denoising_loss as denoising_loss,
-    guided as guided,
-)
+from ._scheduler import Scheduler as Scheduler, denoise as denoise, denoising_loss as denoising_loss, guided as guided
 from ._schedulers import DDIM as DDIM, DDPM as DDPM, BetaScheduler as BetaScheduler, Euler as Euler

@@ -40,8 +40,8 @@ class PNDM(DDIM):
 
     class_name: ClassVar[str] = "PNDMScheduler"
 
-    clip_range: float | None = None
-    ends_clean: bool = False
+    clip_range = None
+    ends_clean = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -50,10 +50,7 @@ class Scheduler(FolderConfig):
     def __post_init__(self) -> None:
         check_sizes(self, "n_train_steps")
 
-    rows = (
-        *diffusers(lambda config: config.class_name),
-        Field("num_train_timesteps", "n_train_steps", _STEPS),
-    )
+    rows = (*diffusers(lambda config: config.class_name), Field("num_train_timesteps", "n_train_steps", _STEPS))
 
     # --- folders ------------------------------------------------------------------------------------------------------
 

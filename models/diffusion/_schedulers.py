@@ -262,8 +262,8 @@ class Euler(BetaScheduler):
     class_name: ClassVar[str] = "EulerDiscreteScheduler"
     rounds_timesteps: ClassVar[bool] = False
 
-    clip_range: float | None = None
-    timestep_spacing: str = "linspace"
+    clip_range = None
+    timestep_spacing = "linspace"
     ends_clean: bool = True
     has_karras: bool = False
 

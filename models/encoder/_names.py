@@ -96,9 +96,7 @@ class Names:
         copies = {}
         if head == "masked":
             ignored += self.unused
-            copies = {
-                f"{self.decoder}.weight": f"{base}{self.encoder['embedding']}.weight",
-            }
+            copies = {f"{self.decoder}.weight": f"{base}{self.encoder['embedding']}.weight"}
             if held["logits_bias"] != f"{self.decoder}.bias":
                 copies[f"{self.decoder}.bias"] = held["logits_bias"]
         return WeightMap(tensors=tensors, ignored=tuple(ignored), copies=copies, aliases=self.aliases)

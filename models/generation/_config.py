@@ -49,7 +49,7 @@ _FORCED = ("forced_bos_token_id", "forced_eos_token_id")
 
 # For each other key, the values that change no token. null never changes one.
 _SAMPLING: dict[str, tuple[Any, ...]] = {  # no effect without sampling
-    "top_h": (),
+    "top_h": ()
 }
 _BEAMS: dict[str, tuple[Any, ...]] = {"num_beam_groups": (1,), "diversity_penalty": (0,)}  # no effect without a beam search
 _GREEDY: dict[str, tuple[Any, ...]] = {"penalty_alpha": (0,), "dola_layers": ()}  # no effect with sampling or beams

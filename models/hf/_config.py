@@ -4,6 +4,7 @@ A row stands for one key of the file, or for a few related keys. `.._kinds` defi
 reads a single key.
 """
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -199,7 +200,8 @@ class Classes(Row):
 
 @dataclass(frozen=True)
 class FolderConfig:
-    """The base of a model's config. Its table of rows defines `from_hf` and `to_hf`.
+    """The base of a model's config. Its table of rows defines `from_hf` and `to_hf`. A subclass, itself a frozen dataclass,
+    changes the default of an inherited field by a plain assignment: `n_heads = 16`.
 
     **Arguments:**
 
@@ -212,6 +214,11 @@ class FolderConfig:
     aliases: ClassVar[Mapping[str, str]] = {}  # alternative names of keys, which transformers accepts too
     sizes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # the fields of published models, for `of`
     part: ClassVar[str | None] = None  # the object with this config in the `config.json` of a larger model
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        types = {known.name: known.type for known in fields(cls) if known.name in vars(cls)}  # inherited, and assigned here
+        cls.__annotations__ = {**types, **inspect.get_annotations(cls)}  # `dataclass` reads no others
 
     @classmethod
     def from_hf(cls: type[Self], reader: ConfigReader) -> Self:

@@ -25,10 +25,7 @@ class LoraChoices(LoraLinear):
     lora_a: Float[Array, "*layers adapters rank in"]
     lora_b: Float[Array, "*layers adapters out rank"]
 
-    follows_weight: ClassVar[Mapping[str, tuple[int | None, ...]]] = {
-        "lora_a": (None, None, 1),
-        "lora_b": (None, 0, None),
-    }
+    follows_weight: ClassVar[Mapping[str, tuple[int | None, ...]]] = {"lora_a": (None, None, 1), "lora_b": (None, 0, None)}
 
     def __call__(self, x: Array, *, key: Any = None) -> Array:
         del x, key

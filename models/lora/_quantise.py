@@ -11,14 +11,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 
-from redeqx._quantised import (
-    KINDS,
-    block_size_of,
-    dequantise as as_array,
-    is_quantised,
-    map_quantised,
-    quantise as encode,
-)
+from redeqx._quantised import KINDS, block_size_of, dequantise as as_array, is_quantised, map_quantised, quantise as encode
 from redeqx._tree import ModelT, PyTree, is_array_like, map_named, named_leaves
 from redeqx.errors import check_choice, check_count, filter_traceback
 

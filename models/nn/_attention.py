@@ -48,11 +48,7 @@ Mask = Bool[Array, "_ _"] | SegmentMask
 
 
 def token_positions(
-    mask: Bool[Array, " seq"] | None,
-    seq: int,
-    cache: Cache | None = None,
-    *,
-    segments: Int[Array, " seq"] | None = None,
+    mask: Bool[Array, " seq"] | None, seq: int, cache: Cache | None = None, *, segments: Int[Array, " seq"] | None = None
 ) -> Int[Array, " seq"]:
     """Returns the position of each token, counting tokens only. Padding before the first token has position 0.
 

@@ -21,10 +21,7 @@ class GatedDelta(Recurrence):
     strength: eqx.nn.Linear  # the share of a value that is replaced, before the sigmoid
 
     def _tokens(
-        self,
-        x: Float[Array, "seq d"],
-        convolved: tuple[Array, ...],
-        mask: Bool[Array, " seq"] | None,
+        self, x: Float[Array, "seq d"], convolved: tuple[Array, ...], mask: Bool[Array, " seq"] | None
     ) -> tuple[Tokens, None]:
         del mask  # without biases, values of padding are zero
         queries, keys, values = convolved

@@ -36,10 +36,7 @@ class Mamba2(Recurrence):
     gates_first: bool = eqx.field(static=True)  # whether the gate is multiplied before the norm
 
     def _tokens(
-        self,
-        x: Float[Array, "seq d"],
-        convolved: tuple[Array, ...],
-        mask: Bool[Array, " seq"] | None,
+        self, x: Float[Array, "seq d"], convolved: tuple[Array, ...], mask: Bool[Array, " seq"] | None
     ) -> tuple[Tokens, Float[Array, "seq groups each value"]]:
         queries, keys, values = convolved
         # The biases of the convolutions are also in padding, which must not change the state.

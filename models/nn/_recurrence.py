@@ -120,10 +120,7 @@ class Recurrence(eqx.Module):
 
     @abstractmethod
     def _tokens(
-        self,
-        x: Float[Array, "seq d"],
-        convolved: tuple[Array, ...],
-        mask: Bool[Array, " seq"] | None,
+        self, x: Float[Array, "seq d"], convolved: tuple[Array, ...], mask: Bool[Array, " seq"] | None
     ) -> tuple[Tokens, Float[Array, "seq groups each value"] | None]:
         """Returns what the recurrence reads of each token, and what is added to its results; None for nothing.
 

@@ -87,10 +87,7 @@ class Transformer(eqx.Module):
         self.proj_out = eqx.nn.Linear(channels, channels, key=out_key)
 
     def __call__(
-        self,
-        x: Float[Array, "c h w"],
-        context: Float[Array, "source context"],
-        mask: Bool[Array, "1 source"] | None,
+        self, x: Float[Array, "c h w"], context: Float[Array, "source context"], mask: Bool[Array, "1 source"] | None
     ) -> Float[Array, "c h w"]:
         pixels = linear(self.proj_in, rearrange(self.norm(x), "c h w -> (h w) c"))
         for block in self.transformer_blocks:

@@ -28,11 +28,7 @@ PATCHES: tuple[Row, ...] = (
     Field("patch_size", via=_side),
     Field("num_channels", "n_channels"),
 )
-TRANSFORMER: tuple[Row, ...] = (
-    *BLOCKS,
-    Field("intermediate_size", "d_ff"),
-    Field("attention_dropout", kind=RATE),
-)
+TRANSFORMER: tuple[Row, ...] = (*BLOCKS, Field("intermediate_size", "d_ff"), Field("attention_dropout", kind=RATE))
 VIT: tuple[Row, ...] = (
     *PATCHES,
     *BLOCKS,

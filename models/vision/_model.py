@@ -20,18 +20,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from redeqx._rounding import at_least_float32
 
 from ..hf import Pretrained, WeightMap, is_on_disk, leaves_of, same_layer, within
-from ..nn import (
-    Attention,
-    Block,
-    Mlp,
-    Stack,
-    linear,
-    norm,
-    normal_attention,
-    normal_linear,
-    normal_mlp,
-    pre_norm_block,
-)
+from ..nn import Attention, Block, Mlp, Stack, linear, norm, normal_attention, normal_linear, normal_mlp, pre_norm_block
 from ._config import VisionConfig
 from ._resize import bicubic
 
@@ -159,11 +148,7 @@ class VisionEncoder(Pretrained):
         return x if self.config.pooling == "norm" else norm(self.norm, x)
 
     def features(
-        self,
-        pixels: Float[Array, "channels height width"],
-        layers: Sequence[int],
-        *,
-        key: PRNGKeyArray | None = None,
+        self, pixels: Float[Array, "channels height width"], layers: Sequence[int], *, key: PRNGKeyArray | None = None
     ) -> list[Float[Array, "tokens d"]]:
         """Returns the hidden states before and after blocks, which are not normalized.
 

@@ -27,21 +27,12 @@ class WhisperConfig(BartConfig):
     - `n_source_positions`: the number of positions of the encoder, two frames of features each: 1500 are 30 seconds.
     """
 
-    vocab_size: int = 51865
-    n_positions: int = 448
-    d_model: int = 384
-    n_layers: int = 4
-    n_decoder_layers: int = 4
-    n_heads: int = 6
-    n_decoder_heads: int = 6
-    d_ff: int = 1536
-    d_decoder_ff: int = 1536
-    dropout: float = 0.0
-    bos_token_id: int | None = 50256
-    eos_token_id: int | tuple[int, ...] | None = 50256
-    pad_token_id: int | None = 50256
-    decoder_start_token_id: int = 50257
-    forced_eos_token_id: int | None = None
+    vocab_size, n_positions = 51865, 448
+    d_model, n_layers, n_heads = 384, 4, 6
+    n_decoder_layers, n_decoder_heads, d_ff, d_decoder_ff = 4, 6, 1536, 1536
+    dropout = 0.0
+    bos_token_id = eos_token_id = pad_token_id = 50256
+    decoder_start_token_id, forced_eos_token_id = 50257, None
     n_mels: int = 80
     n_source_positions: int = 1500
 
