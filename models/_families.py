@@ -9,7 +9,7 @@ from typing import Any
 import equinox as eqx
 
 from redeqx import Deployer, Plan
-from redeqx.errors import brief, check_type, filter_traceback
+from redeqx.errors import brief, check_type, filter_traceback, wrong
 from redeqx.partition import check_plan
 from redeqx.storage import Location, location
 
@@ -86,7 +86,7 @@ def from_pretrained(
         check_type(deployer, Deployer, "deployer")
     check_plan(plan)
     if not isinstance(kind, type):
-        raise TypeError(f"`kind`: expected a class of models, got {brief(kind)}. Pass `redeqx.models.Decoder`, say.")
+        raise wrong("kind", "a class of models", brief(kind), "Pass `redeqx.models.Decoder`, say.", TypeError)
     cls = _model_class(read_config(folder), folder / CONFIG, kind)
     return cls.from_pretrained(folder, dtype=dtype, deployer=deployer, plan=plan, **changes)
 

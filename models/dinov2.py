@@ -7,6 +7,8 @@ interpolated as in `transformers`: with registers by antialiasing, else without.
 
 from dataclasses import dataclass
 
+from redeqx.errors import wrong
+
 from ._kinds import COUNT, NUMBER, SIZE
 from .hf import Field, Only, Row, published
 from .vision import VIT, ImageClassifier, Names, VisionConfig, VisionEncoder
@@ -93,9 +95,7 @@ class Dinov2Config(VisionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.d_ff % self.d_model:
-            raise ValueError(
-                f"`d_ff`: expected a multiple of `d_model`={self.d_model}, got {self.d_ff}. `config.json` has the ratio."
-            )
+            raise wrong("d_ff", f"a multiple of `d_model`={self.d_model}", self.d_ff, "`config.json` has the ratio.")
 
     @property
     def names(self) -> Names:

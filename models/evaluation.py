@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from redeqx import Deployer, Predictor
-from redeqx.errors import check_count, check_type, warn
+from redeqx.errors import check_count, check_type, warn, wrong
 
 from .generation import generate
 
@@ -52,9 +52,7 @@ class HarnessLM:
         check_count(batch_size, "batch_size")
         config, self._deployer, self._model, self._tokenizer = model.config, deployer, model, tokenizer
         if not getattr(config, "is_causal", True):
-            raise ValueError(
-                "`model`: expected tokens that attend to those before them, got `is_causal`=False. Pass another."
-            )
+            raise wrong("model", "tokens that attend to those before them", "`is_causal`=False", "Pass another.")
         self._batch_size, self._template = batch_size, chat_template
         self.max_length = min(max_length or config.n_positions, config.n_positions)
         ends = config.eos_token_id
@@ -103,7 +101,7 @@ class HarnessLM:
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Returns the text of a conversation."""
         if self._template is None:
-            raise ValueError("`chat_template`: expected a function for chats, got None. Pass that of the tokenizer.")
+            raise wrong("chat_template", "a function for chats", "None", "Pass that of the tokenizer.")
         return self._template(chat_history, add_generation_prompt)
 
     @property
@@ -146,15 +144,11 @@ class HarnessLM:
         stops = [until] if isinstance(until, str) else [*until]
         known = {name: options.pop(name) for name in ("do_sample", "temperature", "top_p", "top_k") if name in options}
         if options:
-            raise ValueError(
-                f"`gen_kwargs`: expected no other options than those known, got {', '.join(options)}. Remove them."
-            )
+            raise wrong("gen_kwargs", "no other options than those known", ", ".join(options), "Remove them.")
         most = self.max_length - int(n_new)
         if most < 1 or n_new < 1:
-            raise ValueError(
-                f"`max_gen_toks`: expected 1 to {self.max_length - 1} tokens, as a text has at most {self.max_length}, got "
-                f"{n_new}. Pass fewer in `gen_kwargs`, or a larger `max_length`."
-            )
+            rule = f"1 to {self.max_length - 1} tokens, as a text has at most {self.max_length}"
+            raise wrong("max_gen_toks", rule, n_new, "Pass fewer in `gen_kwargs`, or a larger `max_length`.")
         if not known.get("do_sample") or known.get("temperature") == 0:
             known = {"do_sample": False}
         rows = [self._encode(text) or self._first for text in contexts]
@@ -222,7 +216,7 @@ def _score(model: Any, batch: dict[str, Array], key: Any) -> tuple[Float[Array, 
 
 def _check_begun(rows: Iterable[list[int]]) -> None:
     if any(not row for row in rows):
-        raise ValueError("`bos_token_id`: expected a token before a text without a context, got None. Set it in the config.")
+        raise wrong("bos_token_id", "a token before a text without a context", "None", "Set it in the config.")
 
 
 def _continue(model: Any, batch: dict[str, Array], key: Any, **options: Any) -> Int[Array, "batch new"]:

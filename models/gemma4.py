@@ -9,6 +9,8 @@ Source: the models' cards, and *Gemma 3n*, for the embeddings of each layer.
 
 from dataclasses import dataclass
 
+from redeqx.errors import wrong
+
 from ._kinds import COUNT, POSITIVE, SIZE, TEXT
 from .decoder import Decoder, Experts, GlobalHeads, LayerTypes, Names, Rope, Switched, rows
 from .gemma import Gemma3Config
@@ -96,9 +98,7 @@ class Gemma4Config(Gemma3Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.windows[-1] is not None:
-            raise ValueError(
-                f"`windowed_layers`: expected a last layer without the window, got {self.windowed_layers}. Leave it out."
-            )
+            raise wrong("windowed_layers", "a last layer without the window", self.windowed_layers, "Leave it out.")
 
     @classmethod
     def default_layers(cls, n_layers: int) -> tuple[int, ...]:

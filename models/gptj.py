@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from redeqx.errors import wrong
+
 from ._kinds import SIZE
 from .decoder import GPT_ALIASES, GPT_ROWS, ByHead, Decoder, GPTConfig, Names, rows
 from .hf import Field, published
@@ -77,7 +79,7 @@ class _Width(Field):
 
     def check(self, config: Any) -> None:
         if config.d_model % 4:
-            raise ValueError(f"`d_model`: expected a multiple of 4, got {config.d_model}. Files hold queries by quarters.")
+            raise wrong("d_model", "a multiple of 4", config.d_model, "Files hold queries by quarters.")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from redeqx.errors import wrong
+
 from ._kinds import COUNT
 from .decoder import Decoder, DecoderConfig, Names, ScanWidth, StepRank, expert_names, mamba1_names, rows
 from .hf import ConfigReader, Field, Only, Row, published
@@ -58,10 +60,8 @@ class _Every(Row):
 
     def check(self, config: Any) -> None:
         if self._distance(config) is None:
-            raise ValueError(
-                f"`{self.field}`: expected layers at equal distances{', or all others' if self.is_others else ''}, got "
-                f"{getattr(config, self.field)}. `{self.key}_period` is a single number."
-            )
+            rule = f"layers at equal distances{', or all others' if self.is_others else ''}"
+            raise wrong(self.field, rule, getattr(config, self.field), f"`{self.key}_period` is a single number.")
 
     def write(self, config: Any) -> dict[str, Any]:
         found = self._distance(config)
@@ -75,10 +75,8 @@ class _Experts(Field):
 
     def check(self, config: Any) -> None:
         if config.n_experts == 1:
-            raise ValueError(
-                "`n_experts`: expected 0 or at least 2, got 1. A file with `num_experts`=1 has MLPs. For these, pass "
-                "`n_experts=0, n_chosen=0`."
-            )
+            step = "A file with `num_experts`=1 has MLPs. For these, pass `n_experts=0, n_chosen=0`."
+            raise wrong("n_experts", "0 or at least 2", "1", step)
 
 
 _MIXERS = _Every("mixer_layers", "attn_layer", 8, 4, is_others=True)

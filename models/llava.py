@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from redeqx.errors import check_choice
+from redeqx.errors import check_choice, wrong
 
 from ._kinds import INTEGER, TEXT
 from .clip import CLIPVision, CLIPVisionConfig
@@ -64,21 +64,15 @@ class LlavaConfig(FolderConfig):
         check_choice(self.text.model_type, "text.model_type", (*FAMILIES,))
         check_one_of(self, "projector_activation", ACTIVATIONS)
         if self.text.embedding_scale != 1 or self.text.d_embedding not in (None, self.text.d_model):
-            raise ValueError(
-                f"`text`: expected a decoder that does not scale or project embeddings, got {self.text.model_type!r}. "
-                "Choose another one."
-            )
+            rule = "a decoder that does not scale or project embeddings"
+            raise wrong("text", rule, repr(self.text.model_type), "Choose another one.")
         n_layers = self.vision.n_layers
         if not self.feature_layers or not all(-n_layers - 1 <= layer <= n_layers for layer in self.feature_layers):
-            raise ValueError(
-                f"`feature_layers`: expected numbers from {-n_layers - 1} to {n_layers}, the encoder's blocks, got "
-                f"{self.feature_layers}. Count from 0, or from -1 backwards."
-            )
+            rule = f"numbers from {-n_layers - 1} to {n_layers}, the encoder's blocks"
+            raise wrong("feature_layers", rule, self.feature_layers, "Count from 0, or from -1 backwards.")
         if not 0 <= self.image_token_id < self.text.vocab_size:
-            raise ValueError(
-                f"`image_token_id`: expected a token below `vocab_size`={self.text.vocab_size}, got {self.image_token_id}. "
-                "Enlarge the vocabulary."
-            )
+            rule = f"a token below `vocab_size`={self.text.vocab_size}"
+            raise wrong("image_token_id", rule, self.image_token_id, "Enlarge the vocabulary.")
 
     @property
     def n_features(self) -> int:

@@ -22,6 +22,8 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 
+from redeqx.errors import wrong
+
 from ._kinds import COUNT
 from .diffusion import TimeEmbedding, diffusers, sinusoids
 from .hf import (
@@ -91,24 +93,16 @@ class MMDiTConfig(FolderConfig):
         check_sizes(self, "in_channels", "out_channels", "patch_size", "n_layers", "n_heads", "head_size")
         check_sizes(self, "context_size", "pooled_size", "max_patches", "sample_size")
         if self.d_model % 4:
-            raise ValueError(
-                f"`n_heads`: expected a width `n_heads * head_size` that 4 divides, got {self.d_model}. Change one."
-            )
+            raise wrong("n_heads", "a width `n_heads * head_size` that 4 divides", self.d_model, "Change one.")
         if self.max_patches**2 * self.d_model > _MAX_POSITIONS:
-            raise ValueError(
-                f"`max_patches`: expected positions of at most {_MAX_POSITIONS} numbers, got {self.max_patches}**2 "
-                f"vectors of {self.d_model}. Decrease it."
-            )
+            rule = f"positions of at most {_MAX_POSITIONS} numbers"
+            raise wrong("max_patches", rule, f"{self.max_patches}**2 vectors of {self.d_model}", "Decrease it.")
         if self.sample_size < self.patch_size:
-            raise ValueError(
-                f"`sample_size`: expected at least `patch_size`={self.patch_size}, got {self.sample_size}. Increase it."
-            )
+            raise wrong("sample_size", f"at least `patch_size`={self.patch_size}", self.sample_size, "Increase it.")
         if not all(0 <= i < self.n_layers for i in self.dual_layers):
-            raise ValueError(
-                f"`dual_layers`: expected indices below `n_layers`={self.n_layers}, got {self.dual_layers}. Count from 0."
-            )
+            raise wrong("dual_layers", f"indices below `n_layers`={self.n_layers}", self.dual_layers, "Count from 0.")
         if self.head_norm not in (None, "rms_norm"):
-            raise ValueError(f"`head_norm`: expected None or 'rms_norm', got {self.head_norm!r}. Pass one of them.")
+            raise wrong("head_norm", "None or 'rms_norm'", repr(self.head_norm), "Pass one of them.")
 
     @property
     def d_model(self) -> int:
@@ -342,10 +336,8 @@ class MMDiT(Pretrained):
         n, size = self.config.max_patches, self.config.patch_size
         rows, columns = (side // size for side in sample.shape[1:])
         if any(side % size or not size <= side <= n * size for side in sample.shape[1:]):
-            raise ValueError(
-                f"`sample`: expected a height and width that are multiples of `patch_size`={size}, of at most "
-                f"{n * size}, got {list(sample.shape)}. Resize the image."
-            )
+            rule = f"a height and width that are multiples of `patch_size`={size}, of at most {n * size}"
+            raise wrong("sample", rule, list(sample.shape), "Resize the image.")
         top, left = (n - rows) // 2, (n - columns) // 2
         grid = rearrange(jax.lax.stop_gradient(self.positions), "(rows columns) d -> rows columns d", rows=n)
         return rearrange(grid[top : top + rows, left : left + columns], "rows columns d -> (rows columns) d")

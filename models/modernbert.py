@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from redeqx.errors import wrong
+
 from ._kinds import OBJECT, POSITIVE, RATE, SIZE, TEXT
 from .encoder import Encoder, EncoderConfig, MaskedLM, Names, SequenceClassifier, TokenClassifier, rows
 from .hf import ConfigReader, Field, Only, Row, published
@@ -154,9 +156,7 @@ class ModernBertConfig(EncoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.n_layers < 2:
-            raise ValueError(
-                f"`n_layers`: expected at least 2, got {self.n_layers}. The first layer differs from the others."
-            )
+            raise wrong("n_layers", "at least 2", self.n_layers, "The first layer differs from the others.")
         check_rates(self, "mlp_dropout")
 
     @property

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from redeqx.errors import wrong
+
 from ._kinds import TEXT
 from .decoder import GROUPED, OLDER, Decoder, DecoderConfig, DrawnSteps, Names, StepLimits, expert_names, mamba_names, rows
 from .hf import ConfigReader, Field, Only, Row, published
@@ -37,7 +39,7 @@ class _Parts(Row):
 
     def check(self, config: Any) -> None:
         if config.parts is None:
-            raise ValueError("`parts`: expected the part of each layer, got None. Each has only one.")
+            raise wrong("parts", "the part of each layer", "None", "Each has only one.")
 
     def write(self, config: Any) -> dict[str, Any]:
         return {"layers_block_type": [next(kind for kind in _KINDS if _KINDS[kind] == part) for part in config.parts]}

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from redeqx import Deployer
 from redeqx._rounding import at_least_float32
-from redeqx.errors import brief, load_json
+from redeqx.errors import brief, load_json, wrong
 from redeqx.storage import Location, location, write_file
 
 from ._families import from_pretrained
@@ -189,7 +189,7 @@ class SentenceEncoder(eqx.Module):
         """
         unknown = [mode for mode in pooling if mode not in _POOLINGS]
         if unknown or not pooling:
-            raise ValueError(f"`pooling`: expected some of {', '.join(_POOLINGS)}, got {pooling!r}. Pass one of them.")
+            raise wrong("pooling", f"some of {', '.join(_POOLINGS)}", repr(pooling), "Pass one of them.")
         self.encoder, self.dense, self.pooling = encoder, tuple(dense), tuple(pooling)
         self.normalizes, self.max_length, self.files = normalizes, max_length, tuple(sorted((files or {}).items()))
 
@@ -249,10 +249,8 @@ class SentenceEncoder(eqx.Module):
                 _read_normalize(folder / path)
             expected = ("Transformer", "Pooling")[i] if i < 2 else "Dense or Normalize"
             if kind not in expected.split(" or ") or (normalizes and i + 1 < len(paths)):
-                raise ValueError(
-                    f"`{folder / MODULES}`: expected a transformer, a pooling, then dense layers and one normalization, got "
-                    f"{brief([kind for kind, _ in paths])}. Write other modules as your own."
-                )
+                rule = "a transformer, a pooling, then dense layers and one normalization"
+                raise wrong(folder / MODULES, rule, brief([kind for kind, _ in paths]), "Write other modules as your own.")
         transformer = folder / paths[0][1] if paths[0][1] else folder
         encoder, _ = _load_encoder(transformer, **given, **changes)
         files = {name: (transformer / name).read_bytes() for name in _FILES if (transformer / name).is_file()}
@@ -285,10 +283,10 @@ def _read_modules(folder: Location) -> list[tuple[str, str]]:
     """Returns the kind and the path of each module."""
     path = folder / MODULES
     if not path.is_file():
-        raise ValueError(f"`{path}`: expected a file, got none. Pass a folder of sentence-transformers.")
+        raise wrong(path, "a file", "none", "Pass a folder of sentence-transformers.")
     modules = load_json(path, unique=False)
     if not isinstance(modules, list) or not modules or not all(isinstance(m, dict) and "type" in m for m in modules):
-        raise ValueError(f"`{path}`: expected a list of modules with a `type`, got {brief(modules)}. Correct the file.")
+        raise wrong(path, "a list of modules with a `type`", brief(modules), "Correct the file.")
     return [(str(module["type"]).rpartition(".")[2], str(module.get("path", ""))) for module in modules]
 
 
@@ -303,10 +301,8 @@ def _read_pooling(folder: Location) -> tuple[str, ...]:
     mode = reader.get("pooling_mode", None)
     modes = _chosen(fields) if mode is None else tuple(mode) if isinstance(mode, list) else (mode,)
     if not modes or not all(isinstance(mode, str) and mode in _POOLINGS for mode in modes):
-        raise ValueError(
-            f"`{folder / CONFIG}`: expected a `pooling_mode` of {', '.join(_POOLINGS)}, or a `pooling_mode_` that is true, "
-            f"got {brief(mode)}. Correct the file."
-        )
+        rule = f"a `pooling_mode` of {', '.join(_POOLINGS)}, or a `pooling_mode_` that is true"
+        raise wrong(folder / CONFIG, rule, brief(mode), "Correct the file.")
     return modes
 
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from redeqx import Loss
 from redeqx._rounding import at_least_float32
+from redeqx.errors import wrong
 
 from ._kinds import SIZE
 from .hf import Field, Tokens, Written, published
@@ -47,7 +48,7 @@ def sigmoid_loss(logits: Float[Array, "images texts"]) -> Loss:
     Raises ValueError if there are more images than texts, or the reverse.
     """
     if logits.ndim != 2 or logits.shape[0] != logits.shape[1]:
-        raise ValueError(f"`logits`: expected one row and one column for each pair, got {logits.shape}. Pass whole pairs.")
+        raise wrong("logits", "one row and one column for each pair", logits.shape, "Pass whole pairs.")
     wide = logits.astype(at_least_float32(logits.dtype))
     matches = jnp.eye(len(wide), dtype=bool)
     return Loss(-jax.nn.log_sigmoid(jnp.where(matches, wide, -wide)).sum(), len(wide))
@@ -156,12 +157,10 @@ class SiglipConfig(PairConfig):
 
     def __post_init__(self) -> None:
         if self.text.d_projection != self.vision.d_model:
-            raise ValueError(
-                f"`text`: expected a `d_projection` of the vision model's `d_model`={self.vision.d_model}, got "
-                f"{self.text.d_projection}. Make them equal."
-            )
+            rule = f"a `d_projection` of the vision model's `d_model`={self.vision.d_model}"
+            raise wrong("text", rule, self.text.d_projection, "Make them equal.")
         if not self.vision.has_pooler:
-            raise ValueError("`vision`: expected a model with `has_pooler`, got False. Load the vision model alone.")
+            raise wrong("vision", "a model with `has_pooler`", "False", "Load the vision model alone.")
 
 
 class SiglipText(TextEncoder, config=SiglipTextConfig, init=False):

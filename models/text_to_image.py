@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num, PRNGKeyArray
 
 from redeqx import Deployer
-from redeqx.errors import is_plain
+from redeqx.errors import is_plain, wrong
 from redeqx.machine import dry
 from redeqx.storage import disk_path, make_subfolder, write_file
 
@@ -115,7 +115,7 @@ class TextToImage(eqx.Module):
         if ids:
             return self.encode(*ids, **given)
         if not self.config.is_empty_zero:
-            raise ValueError("`ids`: expected those of an empty text, got none. Pass what the tokenizers return for ''.")
+            raise wrong("ids", "those of an empty text", "none", "Pass what the tokenizers return for ''.")
         return {name: jnp.zeros_like(array) for name, array in condition.items()} | given
 
     # --- latents ------------------------------------------------------------------------------------------------------
@@ -202,9 +202,7 @@ class TextToImage(eqx.Module):
     def __check_init__(self) -> None:
         for what, size, wanted in self._sizes:
             if size != wanted:
-                raise ValueError(
-                    f"`{what}`: expected {wanted}, as in the other parts, got {size}. Use parts of one pipeline."
-                )
+                raise wrong(what, f"{wanted}, as in the other parts", size, "Use parts of one pipeline.")
 
     @classmethod
     def from_pretrained(
@@ -420,9 +418,7 @@ class StableDiffusion3(TextToImage):
         if self.text_encoder_3 is None:
             third = jnp.zeros((_N_TOKENS if ids_3 is None else len(ids_3), width), clip.dtype)
         elif ids_3 is None:
-            raise ValueError(
-                "`ids_3`: expected token ids, since the pipeline has a T5, got None. Pass those of its tokenizer."
-            )
+            raise wrong("ids_3", "token ids, since the pipeline has a T5", "None", "Pass those of its tokenizer.")
         else:
             third = self.text_encoder_3(ids_3).astype(clip.dtype)
         padded = jnp.pad(clip, ((0, 0), (0, width - clip.shape[1])))

@@ -16,6 +16,7 @@ import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from redeqx._tree import map_named, named_leaves
+from redeqx.errors import wrong
 
 from .generation import EncoderDecoder, Generation
 from .gpt2 import GPT2, GPT2Config
@@ -167,9 +168,7 @@ class VisionEncoderDecoder(EncoderDecoder, Pretrained):
         gpt2 = replace(decoder.config, has_cross_attention=True)
         start = gpt2.bos_token_id if decoder_start_token_id is None else decoder_start_token_id
         if start is None:
-            raise ValueError(
-                "`decoder_start_token_id`: expected a token, since the decoder has no `bos_token_id`, got None. Pass one."
-            )
+            raise wrong("decoder_start_token_id", "a token, since the decoder has no `bos_token_id`", "None", "Pass one.")
         config = VisionEncoderDecoderConfig(
             encoder=encoder.config,
             decoder=gpt2,

@@ -5,6 +5,8 @@ Those of a family's `config.json` are its rows'.
 
 from typing import Any
 
+from redeqx.errors import wrong
+
 from ..nn import check_choice, check_heads, check_rates, check_sizes
 from ._layers import check_kinds
 
@@ -12,9 +14,7 @@ from ._layers import check_kinds
 def check_values(config: Any) -> None:
     """Raises ValueError for values of a `DecoderConfig` that no decoder has."""
     if config.n_chosen and config.n_experts == 0:
-        raise ValueError(
-            f"`n_chosen`: expected 0 without experts, got {config.n_chosen}. Pass `n_chosen=0`, or `n_experts`."
-        )
+        raise wrong("n_chosen", "0 without experts", config.n_chosen, "Pass `n_chosen=0`, or `n_experts`.")
     optional = ("d_mlp", "n_kv_heads", "head_size", "window", "d_embedding", "d_expert", "n_classes")
     optional = (*optional, "latent_size", "query_latent_size", *(["n_experts"] if config.n_chosen else []))
     check_sizes(config, "vocab_size", "n_positions", "d_model", "n_layers", "n_heads")
@@ -25,11 +25,9 @@ def check_values(config: Any) -> None:
     check_choice(config, "norm_places", ("pre", "post", "both", "sum"))
     _check_attention(config)
     if config.n_chosen > config.n_experts:
-        raise ValueError(
-            f"`n_chosen`: expected at most `n_experts`={config.n_experts}, got {config.n_chosen}. Choose fewer."
-        )
+        raise wrong("n_chosen", f"at most `n_experts`={config.n_experts}", config.n_chosen, "Choose fewer.")
     if len(config.factors.states) != 5:
-        raise ValueError(f"`factors`: expected five `states`, got {config.factors.states}. Pass one for each projection.")
+        raise wrong("factors", "five `states`", config.factors.states, "Pass one for each projection.")
     if config.by_kind:
         check_kinds(config)
     _check_layers(config)
@@ -43,10 +41,8 @@ def _check_attention(config: Any) -> None:
     elif config.head_size is None:
         check_heads(config)
     if config.n_heads % config.groups:
-        raise ValueError(
-            f"`n_kv_heads`: expected a divisor of `n_heads`={config.n_heads}, got {config.n_kv_heads}. "
-            "Each must serve the same number of heads."
-        )
+        rule = f"a divisor of `n_heads`={config.n_heads}"
+        raise wrong("n_kv_heads", rule, config.n_kv_heads, "Each must serve the same number of heads.")
     is_rotary = config.position_offset is None and config.bias_range is None
     if is_rotary and (config.rotary_size % 2 or not 2 <= config.rotary_size <= config.size):
         whole = config.rope_share == 1
@@ -55,29 +51,21 @@ def _check_attention(config: Any) -> None:
             f"got {config.rotary_size}. Rotary positions pair {'its halves' if whole else 'dims'}."
         )
     if config.query_growth and not hasattr(config.rope_scaling, "n_original"):
-        raise ValueError(
-            f"`rope_scaling`: expected one with `n_original`, after which queries grow, got {config.rope_scaling}. Pass a "
-            "`YarnScaling`, say."
-        )
+        rule = "one with `n_original`, after which queries grow"
+        raise wrong("rope_scaling", rule, config.rope_scaling, "Pass a `YarnScaling`, say.")
 
 
 def _check_layers(config: Any) -> None:
     if config.n_dense > config.n_layers:
-        raise ValueError(
-            f"`n_dense`: expected at most `n_layers`={config.n_layers}, got {config.n_dense}. Experts are in the others."
-        )
+        raise wrong("n_dense", f"at most `n_layers`={config.n_layers}", config.n_dense, "Experts are in the others.")
     known = ("attention", "mixer", "mlp", "experts")
     if config.parts is not None and (len(config.parts) != config.n_layers or not set(config.parts) <= set(known)):
-        raise ValueError(
-            f"`parts`: expected one of {', '.join(known)} for each of `n_layers`={config.n_layers}, got {config.parts}. "
-            "Each layer has one."
-        )
+        rule = f"one of {', '.join(known)} for each of `n_layers`={config.n_layers}"
+        raise wrong("parts", rule, config.parts, "Each layer has one.")
     for name in ("windowed_layers", "unrotated_layers", "mixer_layers", "expert_layers"):
         value = getattr(config, name)
         if value is not None and not set(value) <= set(range(config.n_layers)):
-            raise ValueError(
-                f"`{name}`: expected numbers below `n_layers`={config.n_layers}, got {value}. Count from 0, or pass None."
-            )
+            raise wrong(name, f"numbers below `n_layers`={config.n_layers}", value, "Count from 0, or pass None.")
 
 
 def _check_mixers(config: Any) -> None:
@@ -85,7 +73,5 @@ def _check_mixers(config: Any) -> None:
     check_sizes(config, *(["step_rank"] if config.step_rank is not None else []))
     check_choice(config, "mixer", ("delta", "mamba", "mamba1", "conv"))
     if config.state_heads % config.state_groups:
-        raise ValueError(
-            f"`state_heads`: expected a multiple of `state_groups`={config.state_groups}, got {config.state_heads}. Each "
-            "head of keys serves the same number of them."
-        )
+        rule = f"a multiple of `state_groups`={config.state_groups}"
+        raise wrong("state_heads", rule, config.state_heads, "Each head of keys serves the same number of them.")

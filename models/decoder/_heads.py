@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from redeqx.errors import wrong
+
 from ..hf import Pretrained, StoredTensor, WeightMap, within
 from ..nn import linear, normal_linear
 from ._config import DecoderConfig
@@ -44,7 +46,7 @@ class _Classifier(Pretrained):
         Raises ValueError for a config without `n_classes`.
         """
         if config.n_classes is None:
-            raise ValueError("`n_classes`: expected the number of classes, got None. Set it in the config.")
+            raise wrong("n_classes", "the number of classes", "None", "Set it in the config.")
         decoder_key, score_key = jax.random.split(key)
         decoder = FAMILIES[config.model_type](config, key=decoder_key) if decoder is None else decoder
         heads = lambda model: (model.head, model.head_bias)  # noqa: E731

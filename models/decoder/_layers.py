@@ -4,6 +4,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from redeqx.errors import wrong
+
 from ..nn import check_sizes
 
 Value = TypeVar("Value", bound=Hashable)
@@ -101,20 +103,12 @@ def check_kinds(config: Any) -> None:
     check_sizes(config, *(name for name in optional if getattr(config, name) is not None))
     windows, n_own = config.windows, config.n_layers - config.n_shared
     if n_own < 1 or not {w is None for w in windows[n_own:]} <= {w is None for w in windows[:n_own]}:
-        raise ValueError(
-            f"`n_shared`: expected a layer with keys and values for each kind of the last ones, of `n_layers`="
-            f"{config.n_layers}, got {config.n_shared}. Share fewer."
-        )
+        rule = f"a layer with keys and values for each kind of the last ones, of `n_layers`={config.n_layers}"
+        raise wrong("n_shared", rule, config.n_shared, "Share fewer.")
     if config.n_heads % (config.global_kv_heads or 1):
-        raise ValueError(
-            f"`global_kv_heads`: expected a divisor of `n_heads`={config.n_heads}, got {config.global_kv_heads}. "
-            "Each must serve the same number of heads."
-        )
+        rule = f"a divisor of `n_heads`={config.n_heads}"
+        raise wrong("global_kv_heads", rule, config.global_kv_heads, "Each must serve the same number of heads.")
     if config.global_kv_heads is not None and not config.keys_are_values:
-        raise ValueError(
-            f"`global_kv_heads`: expected None without `keys_are_values`, got {config.global_kv_heads}. Set both, or none."
-        )
+        raise wrong("global_kv_heads", "None without `keys_are_values`", config.global_kv_heads, "Set both, or none.")
     if (config.global_head_size or 2) % 2:
-        raise ValueError(
-            f"`global_head_size`: expected an even number, got {config.global_head_size}. Rotary positions pair its halves."
-        )
+        raise wrong("global_head_size", "an even number", config.global_head_size, "Rotary positions pair its halves.")

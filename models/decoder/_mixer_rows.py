@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from redeqx.errors import wrong
+
 from .._kinds import LIST, SIZE
 from ..hf import ConfigReader, Field, Only, Row
 from ._steps import InitialSteps
@@ -100,10 +102,8 @@ class StateHeads(Row):
     def check(self, config: Any) -> None:
         width = config.state_heads * config.state_value_size
         if self.width is None and any(config.mixers) and width % config.d_model:
-            raise ValueError(
-                f"`state_value_size`: expected one whose product with `state_heads`={config.state_heads} is a multiple of "
-                f"`d_model`={config.d_model}, got {config.state_value_size}. No `{self.expand}` is between two numbers."
-            )
+            rule = f"one whose product with `state_heads`={config.state_heads} is a multiple of `d_model`={config.d_model}"
+            raise wrong("state_value_size", rule, config.state_value_size, f"No `{self.expand}` is between two numbers.")
 
     def write(self, config: Any) -> dict[str, Any]:
         if not any(config.mixers):  # transformers checks the sizes anyway
@@ -136,10 +136,8 @@ class ScanWidth(Row):
 
     def check(self, config: Any) -> None:
         if self.width is None and config.state_value_size % config.d_model:
-            raise ValueError(
-                f"`state_value_size`: expected a multiple of `d_model`={config.d_model}, got {config.state_value_size}. No "
-                f"`{self.expand}` is between two numbers."
-            )
+            rule = f"a multiple of `d_model`={config.d_model}"
+            raise wrong("state_value_size", rule, config.state_value_size, f"No `{self.expand}` is between two numbers.")
 
     def write(self, config: Any) -> dict[str, Any]:
         if self.width is None:
@@ -184,14 +182,10 @@ class StepLimits(Row):
 
     def check(self, config: Any) -> None:
         if self.least is not None and config.step_limits[1] < math.inf:
-            raise ValueError(
-                f"`step_limits`: expected no largest step, got {config.step_limits}. Set the second to infinity."
-            )
+            raise wrong("step_limits", "no largest step", config.step_limits, "Set the second to infinity.")
         if self.least is not None and config.step_limits[0] != config.initial_steps.least:
-            raise ValueError(
-                f"`initial_steps`: expected the `least` of `step_limits`, {config.step_limits[0]}, got "
-                f"{config.initial_steps.least}. `{self.least}` is both: set both."
-            )
+            rule = f"the `least` of `step_limits`, {config.step_limits[0]}"
+            raise wrong("initial_steps", rule, config.initial_steps.least, f"`{self.least}` is both: set both.")
 
     def write(self, config: Any) -> dict[str, Any]:
         least, most = config.step_limits
@@ -227,15 +221,11 @@ class DrawnSteps(Row):
         steps = config.initial_steps
         is_positive = max(min(steps.least, steps.most), steps.floor) > 0
         if not (is_positive and all(0 <= n < math.inf for n in (steps.least, steps.most, steps.floor, steps.scale))):
-            raise ValueError(
-                f"`initial_steps`: expected finite numbers of at least 0, and a positive shortest step, got {steps}. Leave "
-                "`floor` out, say."
-            )
+            rule = "finite numbers of at least 0, and a positive shortest step"
+            raise wrong("initial_steps", rule, steps, "Leave `floor` out, say.")
         if not self.of_weights and (steps.scale != 1 or steps.is_constant):
-            raise ValueError(
-                f"`initial_steps`: expected no `scale` or `is_constant`, got {steps}. Leave them out: steps "
-                "of a Mamba-2 have no such weights."
-            )
+            rule = "no `scale` or `is_constant`"
+            raise wrong("initial_steps", rule, steps, "Leave them out: steps of a Mamba-2 have no such weights.")
 
     def write(self, config: Any) -> dict[str, Any]:
         steps = config.initial_steps

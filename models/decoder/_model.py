@@ -17,6 +17,7 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from redeqx._rounding import at_least_float32
+from redeqx.errors import wrong
 
 from ..hf import Pretrained, WeightMap
 from ..nn import (
@@ -191,9 +192,7 @@ class Decoder(Pretrained):
         self._check(ids, mask, segments)
         self._check_memory(memory)
         if segments is not None and memory is not None:
-            raise ValueError(
-                f"`segments`: expected None with a memory, got {list(segments.shape)}. Pass one text with its memory."
-            )
+            raise wrong("segments", "None with a memory", list(segments.shape), "Pass one text with its memory.")
         return self.run(ids, mask, None, key, segments, memory, memory_mask)[0]
 
     def logits(self, hidden: Float[Array, "*dims embedding"]) -> Float[Array, "*dims vocab"]:
@@ -202,7 +201,7 @@ class Decoder(Pretrained):
         Raises ValueError for a model without an output head.
         """
         if not self.config.has_head:
-            raise ValueError("`has_head`: expected True for logits, got False. Call `hidden`, or a `SentenceEncoder`.")
+            raise wrong("has_head", "True for logits", "False", "Call `hidden`, or a `SentenceEncoder`.")
         with jax.named_scope("head"):
             logits = hidden @ self.embedding.weight.T if self.head is None else linear(self.head, hidden)
             logits = logits if self.head_bias is None else logits + self.head_bias
@@ -223,7 +222,7 @@ class Decoder(Pretrained):
         Raises ValueError for a model without experts.
         """
         if not self.config.has_experts:
-            raise ValueError("`routed`: expected a model with experts, got layers without. Call its `hidden`.")
+            raise wrong("routed", "a model with experts", "layers without", "Call its `hidden`.")
         self._check(ids, mask, segments)
         hidden, _, routing = self._run_all(ids, mask, None, key, segments)
         assert routing is not None
@@ -237,10 +236,8 @@ class Decoder(Pretrained):
     def _check_memory(self, memory: Array | None) -> None:
         if (memory is not None) != self.config.has_cross_attention:
             wanted, got = "one" if memory is None else "None", "None" if memory is None else memory.shape
-            raise ValueError(
-                f"`memory`: expected {wanted} with `has_cross_attention`={self.config.has_cross_attention}, got {got}. "
-                "Change one of the two."
-            )
+            rule = f"{wanted} with `has_cross_attention`={self.config.has_cross_attention}"
+            raise wrong("memory", rule, got, "Change one of the two.")
 
     def run(
         self,
@@ -381,7 +378,7 @@ class Decoder(Pretrained):
         self._check_memory(memory)
         config, dtype, scaling = self.config, self.embedding.weight.dtype, self.config.rope_scaling
         if not config.is_causal:
-            raise ValueError("`is_causal`: expected True to generate, got False. Call `hidden`, or a `SentenceEncoder`.")
+            raise wrong("is_causal", "True to generate", "False", "Call `hidden`, or a `SentenceEncoder`.")
         check_length("length", length, config.n_positions)
         if config.by_kind:
             own = layers_of(config)[0].kinds
@@ -429,8 +426,6 @@ class Decoder(Pretrained):
 def _ids_of(ids: Array) -> Int[Array, " seq"]:
     """Raises ValueError for embedded rows, whose second embeddings are not known."""
     if ids.ndim != 1:
-        raise ValueError(
-            f"`embedded`: expected ids for a model with `d_layer_input`, got {list(ids.shape)}. Pass ids to `hidden`: each "
-            "layer has an embedding of its own."
-        )
+        rule = "ids for a model with `d_layer_input`"
+        raise wrong("embedded", rule, list(ids.shape), "Pass ids to `hidden`: each layer has an embedding of its own.")
     return ids

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from redeqx.errors import wrong
+
 from .._kinds import COUNT, LIST, POSITIVE, RATE, SIZE, TEXT, Kind
 from ..hf import Classes, ConfigReader, Field, Only, Row, Tokens, Written
 from ..nn import DynamicScaling
@@ -46,7 +48,7 @@ class Shared(Row):
         values = {name: getattr(config, name) for name in self.fields}
         if len({*values.values()}) > 1:
             said = ", ".join(f"{name}={value}" for name, value in values.items())
-            raise ValueError(f"`{self.fields[0]}`: expected the same as {', '.join(values)}, got {said}. Set all.")
+            raise wrong(self.fields[0], f"the same as {', '.join(values)}", said, "Set all.")
 
 
 def FirstLayers(key: str = "mlp_only_layers") -> Field:
@@ -234,7 +236,7 @@ class _Causal(Row):
 
     def check(self, config: Any) -> None:
         if not config.is_causal and any(config.windows):  # transformers gives it twice the width of Gemma 3's
-            raise ValueError(f"`is_causal`: expected True with `window`={config.window}, got False. Set `window` to None.")
+            raise wrong("is_causal", f"True with `window`={config.window}", "False", "Set `window` to None.")
 
 
 ROWS: tuple[Row, ...] = (

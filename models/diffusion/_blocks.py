@@ -20,6 +20,7 @@ from einops import repeat
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 
 from redeqx._tree import is_array_like, named_leaves
+from redeqx.errors import wrong
 
 from .._kinds import SIZE, kind_of
 from ..hf import ConfigReader, Row, StoredTensor, Written, reshaped, same, stored
@@ -168,9 +169,7 @@ def diffusers(class_name: str | Callable[[Any], str]) -> tuple[Row, ...]:
 def check_groups(channels: tuple[int, ...], groups: int) -> None:
     """Raises ValueError if the groups of the norms do not divide the channels."""
     if not channels or any(n < 1 or n % groups for n in channels):
-        raise ValueError(
-            f"`block_channels`: expected multiples of `norm_groups`={groups}, got {channels}. Change one of the two."
-        )
+        raise wrong("block_channels", f"multiples of `norm_groups`={groups}", channels, "Change one of the two.")
 
 
 # --- names on disk --------------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from redeqx.errors import wrong
+
 from .._kinds import NUMBER, POSITIVE
 from ..hf import Field, Only
 from ..nn import check_choice, check_sizes
@@ -56,11 +58,9 @@ class FlowMatchEuler(Scheduler):
         check_sizes(self, "base_patches", "max_patches", *([] if self.n_patches is None else ["n_patches"]))
         check_choice(self, "shift_kind", _SHIFTS)
         if not self.shift > 0:
-            raise ValueError(f"`shift`: expected a positive number, got {self.shift}. Pass 1 for evenly spaced steps.")
+            raise wrong("shift", "a positive number", self.shift, "Pass 1 for evenly spaced steps.")
         if self.base_patches == self.max_patches:
-            raise ValueError(
-                f"`max_patches`: expected another number than `base_patches`, got {self.max_patches}. Change one of the two."
-            )
+            raise wrong("max_patches", "another number than `base_patches`", self.max_patches, "Change one of the two.")
         if self.n_patches is not None and not self._factor > 0:
             raise ValueError(
                 f"`n_patches`: expected a number whose shift is positive, got {self.n_patches}, whose shift is "
@@ -117,10 +117,8 @@ class FlowMatchEuler(Scheduler):
         if not self.is_dynamic:
             return self.shift
         if self.n_patches is None:
-            raise ValueError(
-                "`n_patches`: expected a number, since the shift depends on the size of an image, got None. "
-                "Pass `dataclasses.replace(scheduler, n_patches=...)`."
-            )
+            rule = "a number, since the shift depends on the size of an image"
+            raise wrong("n_patches", rule, "None", "Pass `dataclasses.replace(scheduler, n_patches=...)`.")
         slope = (self.max_shift - self.base_shift) / (self.max_patches - self.base_patches)
         number = self.base_shift + slope * (self.n_patches - self.base_patches)
         return math.exp(number) if self.shift_kind == "exponential" else number

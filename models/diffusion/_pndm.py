@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Num
 
+from redeqx.errors import wrong
+
 from ..hf import Field, Only
 from ._scheduler import Step
 from ._schedulers import DDIM, BetaScheduler
@@ -47,9 +49,9 @@ class PNDM(DDIM):
         super().__post_init__()
         for name, wanted in {"clip_range": None, "eta": 0.0, "has_zero_snr": False}.items():
             if (value := getattr(self, name)) != wanted:
-                raise ValueError(f"`{name}`: expected {wanted} for PNDM, got {value}. Use DDIM for another.")
+                raise wrong(name, f"{wanted} for PNDM", value, "Use DDIM for another.")
         if self.prediction_type == "sample":
-            raise ValueError("`prediction_type`: expected 'epsilon' or 'v_prediction' for PNDM, got 'sample'. Use DDIM.")
+            raise wrong("prediction_type", "'epsilon' or 'v_prediction' for PNDM", "'sample'", "Use DDIM.")
 
     rows = (
         *(row for row in BetaScheduler.rows if "has_zero_snr" not in row.keys),

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 
 from redeqx._rounding import at_least_float32
+from redeqx.errors import wrong
 from redeqx.storage import disk_path
 
 from .._kinds import Kind
@@ -153,7 +154,7 @@ class Scheduler(FolderConfig):
         if std is None:
             return mean.astype(sample.dtype)
         if key is None:
-            raise ValueError("`key`: expected one, since this step draws noise, got None. Pass `key=jax.random.key(...)`.")
+            raise wrong("key", "one, since this step draws noise", "None", "Pass `key=jax.random.key(...)`.")
         return (mean + std * jax.random.normal(key, x.shape)).astype(sample.dtype)
 
     def _step(
@@ -164,9 +165,7 @@ class Scheduler(FolderConfig):
 
     def _check_steps(self, n_steps: int) -> None:
         if not 1 <= n_steps <= self.n_train_steps:
-            raise ValueError(
-                f"`n_steps`: expected from 1 to `n_train_steps`={self.n_train_steps}, got {n_steps}. Pass fewer steps."
-            )
+            raise wrong("n_steps", f"from 1 to `n_train_steps`={self.n_train_steps}", n_steps, "Pass fewer steps.")
 
 
 # --- loops and losses   -----------------------------------------------------------------------------------------------

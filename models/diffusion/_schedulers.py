@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Num
 
+from redeqx.errors import wrong
+
 from .._kinds import COUNT, RATE
 from ..hf import Field, Only
 from ..nn import check_choice
@@ -229,7 +231,7 @@ class DDIM(BetaScheduler):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.eta <= 1:
-            raise ValueError(f"`eta`: expected 0 to 1, got {self.eta}. Pass 0 for no noise, 1 for DDPM's.")
+            raise wrong("eta", "0 to 1", self.eta, "Pass 0 for no noise, 1 for DDPM's.")
 
     rows = (*BetaScheduler.rows, *BetaScheduler.clipping, Field("set_alpha_to_one", "ends_clean"))
 
@@ -270,7 +272,7 @@ class Euler(BetaScheduler):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.clip_range is not None:
-            raise ValueError(f"`clip_range`: expected None for Euler, got {self.clip_range}. Use DDIM to clip samples.")
+            raise wrong("clip_range", "None for Euler", self.clip_range, "Use DDIM to clip samples.")
 
     rows = (
         *BetaScheduler.rows,

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar
 
+from redeqx.errors import wrong
+
 from ..hf import FolderConfig, check_fixed
 from ..nn import ACTIVATIONS, check_choice, check_heads, check_rates, check_sizes
 from ._names import Names
@@ -122,19 +124,13 @@ class EncoderConfig(FolderConfig):
         check_choice(self, "head_activation", ACTIVATIONS)
         check_choice(self, "model_type", self.architectures)
         if self.windowed_layers is not None and not set(self.windowed_layers) <= set(range(self.n_layers)):
-            raise ValueError(
-                f"`windowed_layers`: expected numbers below `n_layers`={self.n_layers}, got {self.windowed_layers}. Count "
-                "from 0, or pass None."
-            )
+            rule = f"numbers below `n_layers`={self.n_layers}"
+            raise wrong("windowed_layers", rule, self.windowed_layers, "Count from 0, or pass None.")
         if self.position_kind == "rotary" and self.d_model // self.n_heads % 2:
-            raise ValueError(
-                f"`n_heads`: expected heads of an even width, got {self.d_model // self.n_heads} with {self.n_heads}. "
-                "Rotary positions pair the halves of a head."
-            )
+            step = "Rotary positions pair the halves of a head."
+            raise wrong("n_heads", "heads of an even width", f"{self.d_model // self.n_heads} with {self.n_heads}", step)
         if self.position_kind == "counted" and (self.pad_token_id is None or self.pad_token_id < 0):
-            raise ValueError(
-                f"`pad_token_id`: expected a token id, got {self.pad_token_id}. Positions are counted from the row after it."
-            )
+            raise wrong("pad_token_id", "a token id", self.pad_token_id, "Positions are counted from the row after it.")
 
     @property
     def first_position(self) -> int:

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from redeqx.errors import wrong
+
 from ..hf import Pretrained, WeightMap, is_on_disk, leaves_of
 from ..nn import (
     Block,
@@ -235,10 +237,8 @@ class Encoder(OfFamily):
     def _embed(self, ids: Int[Array, " seq"], token_types: Int[Array, " seq"] | None) -> Float[Array, "seq d"]:
         if self.token_types is None:
             if token_types is not None:
-                raise ValueError(
-                    f"`token_types`: expected None for {self.config.model_type!r}, got {list(token_types.shape)}. This "
-                    "family has no token types: omit them."
-                )
+                rule = f"None for {self.config.model_type!r}"
+                raise wrong("token_types", rule, list(token_types.shape), "This family has no token types: omit them.")
             return embed(self.embedding, ids)
         types = self.token_types[0]
         if token_types is not None:  # a type out of range gives NaN, as a token id does
@@ -281,9 +281,7 @@ class Encoder(OfFamily):
         Raises ValueError if the model has no pooler.
         """
         if self.pooler is None:
-            raise ValueError(
-                "`has_pooler`: expected True, got False: this model has no pooler. Take the first token's `hidden[0]`."
-            )
+            raise wrong("has_pooler", "True", "False: this model has no pooler", "Take the first token's `hidden[0]`.")
         with jax.named_scope("pooler"):
             return jnp.tanh(linear(self.pooler, hidden[0]))
 

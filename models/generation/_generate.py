@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, PRNGKeyArray
 
-from redeqx.errors import brief, check_names, filter_traceback
+from redeqx.errors import brief, check_names, filter_traceback, wrong
 
 from ._beams import beam_search
 from ._config import Generation
@@ -165,15 +165,13 @@ def stream(model: Any, inputs: Array | np.ndarray | Sequence[Any], **options: An
     check_names(_SIGNATURE, "stream", (model, inputs), options)
     for name in ("assistant_model", "num_assistant_tokens", "output_scores"):
         if options.pop(name, None):
-            raise ValueError(f"`{name}`: expected none in `stream`, got one. Call `generate`, or leave it out.")
+            raise wrong(name, "none in `stream`", "one", "Call `generate`, or leave it out.")
     request = _request(model, inputs, **options)
     if request.options.num_beams > 1:
-        raise ValueError(
-            f"`num_beams`: expected 1 in `stream`, since a beam search may still change earlier tokens, got "
-            f"{request.options.num_beams}. Call `generate`, or pass `num_beams=1`."
-        )
+        rule = "1 in `stream`, since a beam search may still change earlier tokens"
+        raise wrong("num_beams", rule, request.options.num_beams, "Call `generate`, or pass `num_beams=1`.")
     if request.options.pad == NO_TOKEN:
-        raise ValueError("`inputs`: expected an array in `stream`, got a list. Pad the prompts on the left.")
+        raise wrong("inputs", "an array in `stream`", "a list", "Pad the prompts on the left.")
     return _steps(eqx.nn.inference_mode(model), request)
 
 
@@ -222,10 +220,8 @@ def _request(
     """Checks the arguments of `generate`, and returns what a search starts from."""
     chosen = {name: chosen.get(name) for name in _CHOSEN}
     if not (hasattr(model, "decode") and hasattr(model, "init_cache")):
-        raise TypeError(
-            f"`model`: expected one with `init_cache` and `decode`, got {type(model).__name__}. "
-            "Pass a decoder or an encoder-decoder of redeqx.models, or give yours these two methods."
-        )
+        step = "Pass a decoder or an encoder-decoder of redeqx.models, or give yours these two methods."
+        raise wrong("model", "one with `init_cache` and `decode`", type(model).__name__, step, TypeError)
     config, is_encoder_decoder = getattr(model, "config", None), hasattr(model, "encode")
     is_ragged = isinstance(inputs, list | tuple) and all(np.ndim(row) == 1 for row in inputs)
     if is_ragged:
@@ -255,7 +251,7 @@ def _request(
     rules = Options(**options, eos=eos, pad=NO_TOKEN if is_ragged else pad, n_given=n_given, has_encoder=is_encoder_decoder)
     if rules.needs_source and not _is_of_tokens(ids):
         name = "encoder_repetition_penalty" if rules.encoder_repetition_penalty != 1 else "encoder_no_repeat_ngram_size"
-        raise ValueError(f"`{name}`: expected none, since the inputs are no tokens, got {options[name]}. Leave it out.")
+        raise wrong(name, "none, since the inputs are no tokens", options[name], "Leave it out.")
     mask = None if mask is None else jnp.asarray(mask, bool)
     if mask is not None and not is_encoder_decoder:
         ids = jnp.where(mask, ids, 0)  # the padding id may be outside the vocabulary
@@ -269,21 +265,17 @@ def _request(
 def _checked(inputs: Any, mask: Any, *, is_encoder_decoder: bool) -> tuple[Array, Any]:
     """Returns the inputs as an array, and their mask. Raises TypeError or ValueError for others than `generate` takes."""
     if isinstance(inputs, str) or (not hasattr(inputs, "shape") and np.asarray(inputs).dtype.kind not in "biuf"):
-        raise TypeError(f"`inputs`: expected an array of token ids, got {brief(inputs)}. Pass what the tokenizer returns.")
+        raise wrong("inputs", "an array of token ids", brief(inputs), "Pass what the tokenizer returns.", TypeError)
     ids = jnp.asarray(inputs)
     if ids.ndim < 2 or ids.size == 0 or not (_is_of_tokens(ids) or is_encoder_decoder):
         wanted = "a batch of inputs of the encoder" if is_encoder_decoder else "token ids of shape (batch, prompt)"
-        raise ValueError(
-            f"`inputs`: expected {wanted}, got {ids.dtype} {ids.shape}. Pass at least one row, and one token each."
-        )
+        raise wrong("inputs", wanted, f"{ids.dtype} {ids.shape}", "Pass at least one row, and one token each.")
     mask = np.asarray(mask) if isinstance(mask, list | tuple) else mask
     if mask is not None and mask.shape != ids.shape:
-        raise ValueError(f"`mask`: expected the shape of `inputs`, {ids.shape}, got {mask.shape}. Pass one entry per token.")
+        raise wrong("mask", f"the shape of `inputs`, {ids.shape}", mask.shape, "Pass one entry per token.")
     if isinstance(mask, np.ndarray) and not is_encoder_decoder and not mask[:, -1].all():
         row = int(np.argmin(mask[:, -1]))
-        raise ValueError(
-            f"`mask`: expected a token at the end of each prompt, got padding there in row {row}. Pad prompts on the left."
-        )
+        raise wrong("mask", "a token at the end of each prompt", f"padding there in row {row}", "Pad prompts on the left.")
     return ids, mask
 
 
@@ -295,7 +287,7 @@ def _ends(config: Any, eos: Any, pad: Any) -> tuple[tuple[int, ...], int]:
     """Returns the tokens that end a text and the one that pads it: the given ones, or those of the config."""
     for name, token in {"eos_token_id": eos, "pad_token_id": pad}.items():
         if token is not None and np.size(token) and not np.issubdtype(np.asarray(token).dtype, np.integer):
-            raise TypeError(f"`{name}`: expected a token id, got {brief(token)}. Pass that of the tokenizer.")
+            raise wrong(name, "a token id", brief(token), "Pass that of the tokenizer.", TypeError)
     eos = eos if eos is not None else getattr(config, "eos_token_id", None)
     eos = () if eos is None else tuple(int(token) for token in np.ravel(np.asarray(eos)))
     pad = pad if pad is not None else getattr(config, "pad_token_id", None)
@@ -304,41 +296,35 @@ def _ends(config: Any, eos: Any, pad: Any) -> tuple[tuple[int, ...], int]:
 
 def _images(pixels: Any, n_rows: int, model: Any) -> Array:
     if not hasattr(model, "see"):
-        raise ValueError(
-            f"`pixels`: expected none for {type(model).__name__}, which reads no images so, got some. Omit them."
-        )
+        raise wrong("pixels", f"none for {type(model).__name__}, which reads no images so", "some", "Omit them.")
     pixels = jnp.asarray(pixels)
     if pixels.ndim != 5 or len(pixels) != n_rows:
-        raise ValueError(
-            f"`pixels`: expected [batch, images, channels, height, width] with {n_rows} rows, got {pixels.shape}. Add the "
-            "dim of images."
-        )
+        rule = f"[batch, images, channels, height, width] with {n_rows} rows"
+        raise wrong("pixels", rule, pixels.shape, "Add the dim of images.")
     return pixels
 
 
 def _started(ids: Any, n_rows: int, *, is_decoder: bool) -> Array:
     """Returns the tokens that the decoder begins with, `[batch, target]`."""
     if is_decoder:
-        raise ValueError("`decoder_input_ids`: expected none for a decoder, got some. Pass them as `inputs`.")
+        raise wrong("decoder_input_ids", "none for a decoder", "some", "Pass them as `inputs`.")
     ids = jnp.asarray(ids)
     ids = jnp.tile(ids, (n_rows, 1)) if ids.ndim == 1 else ids
     if ids.ndim != 2 or len(ids) != n_rows or ids.shape[1] == 0 or not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise ValueError(
-            f"`decoder_input_ids`: expected token ids, at least one for each of {n_rows} rows, got {ids.dtype} {ids.shape}. "
-            "Pass `[batch, target]` or `[target]`."
-        )
+        rule = f"token ids, at least one for each of {n_rows} rows"
+        raise wrong("decoder_input_ids", rule, f"{ids.dtype} {ids.shape}", "Pass `[batch, target]` or `[target]`.")
     return ids.astype(jnp.int32)
 
 
 def _padded(rows: Sequence[Any], mask: Any, *, left: bool) -> tuple[np.ndarray, np.ndarray]:
     """Returns prompts of any lengths as one array, and its mask."""
     if mask is not None:
-        raise ValueError("`mask`: expected None for a list of prompts, which are padded here, got one. Leave it out.")
+        raise wrong("mask", "None for a list of prompts, which are padded here", "one", "Leave it out.")
     if any(isinstance(row, Tracer) for row in rows):
         raise ValueError(_NO_LIST)
     rows = [np.asarray(row) for row in rows]
     if not rows or not all(len(row) and np.issubdtype(row.dtype, np.integer) for row in rows):
-        raise ValueError(f"`inputs`: expected prompts of token ids, got {brief(rows)}. Pass at least one token in each.")
+        raise wrong("inputs", "prompts of token ids", brief(rows), "Pass at least one token in each.")
     longest = max(map(len, rows))
     ids, mask = np.zeros((len(rows), longest), np.int32), np.zeros((len(rows), longest), bool)
     for i, row in enumerate(rows):

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, Shaped
 
+from redeqx.errors import wrong
+
 from ..nn import Cache, causal_mask, check_length, check_segments, embed, token_mask
 
 NO_LABEL = -100  # labels with this value are ignored
@@ -75,7 +77,7 @@ class EncoderDecoder(eqx.Module):
         arguments."""
         if (segments is None) != (decoder_segments is None):
             missing, given = ("segments", "decoder_segments") if segments is None else ("decoder_segments", "segments")
-            raise ValueError(f"`{missing}`: expected segments with `{given}`, got None. Pass both, or neither.")
+            raise wrong(missing, f"segments with `{given}`", "None", "Pass both, or neither.")
         check_segments(segments, mask, len(ids))
         check_segments(decoder_segments, decoder_mask, len(decoder_ids), "decoder_")
         if decoder_segments is None:
@@ -192,6 +194,6 @@ def shift_right(labels: Integer[Array, " target"], start: int, pad: int | None) 
     Raises ValueError if `pad` is None.
     """
     if pad is None:
-        raise ValueError("`pad_token_id`: expected a token, got None. Set it in the config.")
+        raise wrong("pad_token_id", "a token", "None", "Set it in the config.")
     labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))  # in uint8, -100 is 156
     return jnp.roll(jnp.where(labels == NO_LABEL, pad, labels), 1).at[0].set(start)

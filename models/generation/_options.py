@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
-from redeqx.errors import brief, check_choice, check_count, check_key, check_number
+from redeqx.errors import brief, check_choice, check_count, check_key, check_number, wrong
 
 # Options that do nothing unless tokens are sampled.
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -99,7 +99,7 @@ def check(options: Mapping[str, Any], *, n_given: int, n_positions: int | None, 
         if options[name] is not None:
             check_count(options[name], name)
     if options["max_new_tokens"] is None:
-        raise ValueError("`max_new_tokens`: expected the number of tokens to generate, got None. Pass a positive number.")
+        raise wrong("max_new_tokens", "the number of tokens to generate", "None", "Pass a positive number.")
     for name in ("do_sample", "renormalize_logits"):
         check_choice(options[name], name, (True, False))
     check_number(
@@ -107,13 +107,9 @@ def check(options: Mapping[str, Any], *, n_given: int, n_positions: int | None, 
     )
     new, num_beams, n_return = (options[name] for name in ("max_new_tokens", "num_beams", "num_return_sequences"))
     if not 0 <= options["min_new_tokens"] <= new:
-        raise ValueError(
-            f"`min_new_tokens`: expected 0 to `max_new_tokens`={new}, got {options['min_new_tokens']}. Lower it."
-        )
+        raise wrong("min_new_tokens", f"0 to `max_new_tokens`={new}", options["min_new_tokens"], "Lower it.")
     if options["early_stopping"] not in (True, False, "never"):
-        raise ValueError(
-            f"`early_stopping`: expected True, False or 'never', got {options['early_stopping']!r}. Pass one of them."
-        )
+        raise wrong("early_stopping", "True, False or 'never'", repr(options["early_stopping"]), "Pass one of them.")
     _check_penalties(options)
     _check_sampling(options, key)
     if n_return is not None and n_return > num_beams and (num_beams > 1 or not options["do_sample"]):
@@ -124,9 +120,7 @@ def check(options: Mapping[str, Any], *, n_given: int, n_positions: int | None, 
     # The last new token is never fed back, so it needs no position.
     if n_positions is not None and n_given + new - 1 > n_positions:
         if n_given > n_positions:
-            raise ValueError(
-                f"`inputs`: expected at most `n_positions`={n_positions} tokens a prompt, got {n_given}. Cut the prompts."
-            )
+            raise wrong("inputs", f"at most `n_positions`={n_positions} tokens a prompt", n_given, "Cut the prompts.")
         raise ValueError(
             f"`max_new_tokens`: expected at most {n_positions - n_given + 1} after {n_given} given ones, since the model "
             f"has `n_positions`={n_positions}, got {new}. Generate fewer, or cut the prompts."
@@ -142,17 +136,15 @@ def _check_penalties(options: Mapping[str, Any]) -> None:
         check_count(options[name], name, 0)
     for name in ("suppress_tokens", "begin_suppress_tokens"):
         if options[name] is not None and not _are_tokens(options[name]):
-            raise ValueError(f"`{name}`: expected a list of token ids, got {brief(options[name])}. Pass those to leave out.")
+            raise wrong(name, "a list of token ids", brief(options[name]), "Pass those to leave out.")
     words = options["bad_words_ids"]
     if words is not None and not (isinstance(words, tuple) and all(_are_tokens(word) and word for word in words)):
-        raise ValueError(
-            f"`bad_words_ids`: expected a list of words, each a list of token ids, got {brief(words)}. Pass what the "
-            "tokenizer returns for each word, without special tokens."
-        )
+        step = "Pass what the tokenizer returns for each word, without special tokens."
+        raise wrong("bad_words_ids", "a list of words, each a list of token ids", brief(words), step)
     for name in ("forced_bos_token_id", "forced_eos_token_id"):
         several = name == "forced_eos_token_id" and _are_tokens(options[name])
         if options[name] is not None and not several and not _are_tokens((options[name],)):
-            raise ValueError(f"`{name}`: expected a token id, got {brief(options[name])}. Pass that of the tokenizer.")
+            raise wrong(name, "a token id", brief(options[name]), "Pass that of the tokenizer.")
 
 
 def _are_tokens(value: Any) -> bool:
@@ -163,12 +155,10 @@ def _check_sampling(options: Mapping[str, Any], key: PRNGKeyArray | None) -> Non
     if not options["do_sample"]:
         for name in SAMPLING:
             if options[name] != DEFAULTS[name]:
-                raise ValueError(
-                    f"`{name}`: expected {DEFAULTS[name]} without sampling, got {options[name]}. Pass `do_sample=True`."
-                )
+                raise wrong(name, f"{DEFAULTS[name]} without sampling", options[name], "Pass `do_sample=True`.")
         return
     if key is None:
-        raise ValueError("`key`: expected a key to sample with, got None. Pass the `key` of `pred_fn`.")
+        raise wrong("key", "a key to sample with", "None", "Pass the `key` of `pred_fn`.")
     advice = "Pass `do_sample=False` for the likeliest token."
     check_number(options["temperature"], "temperature", "more than 0", lambda value: value > 0, advice)
     if options["top_k"] is not None:

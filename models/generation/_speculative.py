@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from redeqx.errors import check_count
+from redeqx.errors import check_count, wrong
 
 from ..nn import Cache
 from ._loop import Generated, Request, pick, prefill
@@ -41,20 +41,16 @@ def check_assistant(model: Any, draft: Any, drafted: int, request: Request) -> N
     if not (hasattr(draft, "decode") and hasattr(draft, "init_cache")) or hasattr(draft, "encode") != hasattr(
         model, "encode"
     ):
-        raise TypeError(
-            f"`assistant_model`: expected a model of the same kind as {type(model).__name__}, got {type(draft).__name__}. "
-            "Pass a smaller one with the same vocabulary."
-        )
+        rule = f"a model of the same kind as {type(model).__name__}"
+        raise wrong("assistant_model", rule, type(draft).__name__, "Pass a smaller one with the same vocabulary.", TypeError)
     if "every" not in inspect.signature(model.decode).parameters:
         raise TypeError(
             f"`model`: expected a `decode(ids, cache, *, mask=None, every=False)` with `assistant_model`, got one without "
             f"`every` in {type(model).__name__}. Return the logits of all `ids` with `every=True`."
         )
     if request.pixels is not None and not hasattr(draft, "see"):
-        raise ValueError(
-            f"`assistant_model`: expected one that reads images, as `pixels` are given, got {type(draft).__name__}. Pass "
-            "one that does, or generate without a draft."
-        )
+        rule = "one that reads images, as `pixels` are given"
+        raise wrong("assistant_model", rule, type(draft).__name__, "Pass one that does, or generate without a draft.")
     check_count(drafted, "num_assistant_tokens")
     options = request.options
     excluded = {
@@ -64,9 +60,7 @@ def check_assistant(model: Any, draft: Any, drafted: int, request: Request) -> N
         "num_return_sequences": options.rows > 1,
     }
     if given := [name for name, is_given in excluded.items() if is_given]:
-        raise ValueError(
-            f"`{given[0]}`: expected none with `assistant_model`, which decodes greedily, got one. Choose one of the two."
-        )
+        raise wrong(given[0], "none with `assistant_model`, which decodes greedily", "one", "Choose one of the two.")
     for one in (model, draft):
         n_positions, needed = getattr(getattr(one, "config", None), "n_positions", None), options.n_given + options.new - 1
         if n_positions is not None and needed + drafted > n_positions:
@@ -76,10 +70,8 @@ def check_assistant(model: Any, draft: Any, drafted: int, request: Request) -> N
             )
     sizes = [getattr(getattr(one, "config", None), "vocab_size", None) for one in (model, draft)]
     if sizes[0] != sizes[1]:
-        raise ValueError(
-            f"`assistant_model`: expected the vocabulary of the model, {sizes[0]} tokens, got {sizes[1]}. Pass a draft with "
-            "the same tokenizer."
-        )
+        rule = f"the vocabulary of the model, {sizes[0]} tokens"
+        raise wrong("assistant_model", rule, sizes[1], "Pass a draft with the same tokenizer.")
 
 
 def speculate(model: Any, draft: Any, request: Request, drafted: int) -> Generated:

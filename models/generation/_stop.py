@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from redeqx.errors import brief
+from redeqx.errors import brief, wrong
 
 
 class Stop(eqx.Module):
@@ -37,15 +37,13 @@ class Stop(eqx.Module):
         strings = (strings,) if isinstance(strings, str) else strings
         is_list = isinstance(strings, Sequence) and all(isinstance(string, str) and string for string in strings)
         if not is_list or not strings:
-            raise ValueError(f"`stop_strings`: expected one text or several, got {brief(strings)}. Pass None for no stop.")
+            raise wrong("stop_strings", "one text or several", brief(strings), "Pass None for no stop.")
         tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         if tokenizer is None:
-            raise ValueError("`tokenizer`: expected that of the model with `stop_strings`, got None. Pass it too.")
+            raise wrong("tokenizer", "that of the model with `stop_strings`", "None", "Pass it too.")
         if not all(hasattr(tokenizer, name) for name in ("get_vocab", "get_vocab_size", "decoder", "encode")):
-            raise TypeError(
-                f"`tokenizer`: expected one of `tokenizers` or `transformers`, got {brief(tokenizer)}. Pass "
-                "`tokenizers.Tokenizer.from_file(folder / 'tokenizer.json')`, say."
-            )
+            step = "Pass `tokenizers.Tokenizer.from_file(folder / 'tokenizer.json')`, say."
+            raise wrong("tokenizer", "one of `tokenizers` or `transformers`", brief(tokenizer), step, TypeError)
         encoded = tuple(string.encode() for string in strings)
         table = _table(tokenizer, encoded, tokenizer.get_vocab_size())
         return Stop(jnp.asarray(table), max(map(len, encoded)))

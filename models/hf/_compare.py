@@ -13,7 +13,7 @@ import numpy as np
 
 from redeqx import Deployer, Plan
 from redeqx._tree import is_array_like, listed, named_leaves, nearest, without_indices
-from redeqx.errors import brief_name, check_model, filter_traceback
+from redeqx.errors import brief_name, check_model, filter_traceback, wrong
 from redeqx.storage import Location, location
 
 from ._files import weights_of
@@ -176,9 +176,7 @@ def _existing(folder: str | Location) -> tuple[Location, str]:
     if path.name.endswith(".safetensors") and path.is_file():
         return path.parent, path.name.removesuffix(".safetensors")
     if not path.is_dir():
-        raise ValueError(
-            f"`{path}`: expected a folder or a safetensors file, got none. Pass the one that holds the weights."
-        )
+        raise wrong(path, "a folder or a safetensors file", "none", "Pass the one that holds the weights.")
     return path, "model"
 
 
@@ -213,10 +211,8 @@ def _tensor(leaf: str, array: Any, names: Mapping[str, str]) -> StoredTensor:
     """Returns the tensor that holds a leaf."""
     for pattern, disk in names.items():
         if pattern.count("*") != disk.count("*"):
-            raise ValueError(
-                f"`names[{pattern!r}]`: expected as many `*` as in the leaf's name, got {disk!r}. Write an index as `*` on "
-                "both sides, or as `{}` for a stack of layers."
-            )
+            step = "Write an index as `*` on both sides, or as `{}` for a stack of layers."
+            raise wrong(f"names[{pattern!r}]", "as many `*` as in the leaf's name", repr(disk), step)
         parts = (re.escape(part) for part in pattern.split("*"))
         match = re.fullmatch(r"([^.]+)".join(parts) + r"(\..+)?", leaf)
         if match is None:

@@ -11,6 +11,8 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
+from redeqx.errors import wrong
+
 from .._kinds import RATE, TEXT, Kind
 from ._reader import ConfigReader
 
@@ -255,9 +257,7 @@ class FolderConfig:
         Raises ValueError, with the known sizes, for another.
         """
         if size not in cls.sizes:
-            raise ValueError(
-                f"`size`: expected one of {', '.join(cls.sizes)}, got {size!r}. For other sizes set the fields."
-            )
+            raise wrong("size", f"one of {', '.join(cls.sizes)}", repr(size), "For other sizes set the fields.")
         return cls(**cls.sizes[size])
 
     @classmethod
@@ -296,10 +296,8 @@ def check_fixed(config: Any, free: Collection[str]) -> None:
     for known in fields(config):
         value = getattr(config, known.name)
         if known.name not in held and value != known.default:
-            raise ValueError(
-                f"`{known.name}`: expected {known.default!r}, as in every {config.model_type!r} model, got {value!r}. Its "
-                "`config.json` has no key for another value: make another family's config."
-            )
+            step = "Its `config.json` has no key for another value: make another family's config."
+            raise wrong(known.name, f"{known.default!r}, as in every {config.model_type!r} model", repr(value), step)
 
 
 def _resolve(value: Any, known: Any) -> Any:

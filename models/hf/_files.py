@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from redeqx.checkpoint import TensorReader
-from redeqx.errors import brief_name, load_json
+from redeqx.errors import brief_name, load_json, wrong
 from redeqx.machine import dry
 from redeqx.storage import Location, make_subfolder, write_file
 
@@ -50,19 +50,17 @@ def read_config(folder: Location, file: str = CONFIG) -> dict[str, Any]:
     """
     path = folder / file
     if not folder.is_dir():
-        raise ValueError(
-            f"`{folder}`: expected a folder, got {'a file' if folder.exists() else 'nothing there'}. Pass "
-            f"the folder that holds `{file}`; a model of the Hub has to be downloaded first."
-        )
+        step = f"Pass the folder that holds `{file}`; a model of the Hub has to be downloaded first."
+        raise wrong(folder, "a folder", "a file" if folder.exists() else "nothing there", step)
     if not path.is_file():
         there = ", ".join(brief_name(entry.name) for entry in sorted(folder.iterdir())[:8]) or "an empty folder"
-        raise ValueError(f"`{path}`: expected a file, got {there}. Pass the folder that holds `{file}`.")
+        raise wrong(path, "a file", there, f"Pass the folder that holds `{file}`.")
     try:
         fields = load_json(path, unique=False)  # as transformers reads it
     except ValueError as error:
-        raise ValueError(f"`{path}`: expected JSON, got {error}. Correct the file.") from error
+        raise wrong(path, "JSON", error, "Correct the file.") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"`{path}`: expected a JSON object, got {type(fields).__name__}. Correct the file.")
+        raise wrong(path, "a JSON object", type(fields).__name__, "Correct the file.")
     return fields
 
 

@@ -21,7 +21,7 @@ from redeqx._origins import set_origin
 from redeqx._rounding import at_least_float32
 from redeqx._tree import is_array_like, listed, map_named, named_leaves, nearest, wide_leaves
 from redeqx.checkpoint import INDEX, TensorReader, read_sharded
-from redeqx.errors import brief_name, check_float_dtype
+from redeqx.errors import brief_name, check_float_dtype, wrong
 from redeqx.machine import as_zeros, dry
 from redeqx.storage import Location, View
 
@@ -55,11 +55,9 @@ def load(
     check_float_dtype(dtype, "dtype", "Pass None to keep the file's.")
     dtype = None if dtype is None else jnp.dtype(dtype)
     if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise ValueError(
-            f"`dtype`: expected a dtype of JAX's 32-bit mode, got {dtype}. Set `jax_enable_x64`, or pass another."
-        )
+        raise wrong("dtype", "a dtype of JAX's 32-bit mode", dtype, "Set `jax_enable_x64`, or pass another.")
     if plan is not None and deployer is None:
-        raise ValueError("`deployer`: expected one with `plan`, got None. Pass the deployer that made the plan.")
+        raise wrong("deployer", "one with `plan`", "None", "Pass the deployer that made the plan.")
     origin = os.path.abspath(folder) if isinstance(folder, Path) else str(folder)
 
     def zeros(shapes: Any) -> Any:

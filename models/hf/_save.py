@@ -14,7 +14,7 @@ import numpy as np
 
 from redeqx._tree import is_array_like, listed, named_leaves, nearest, wide_leaves
 from redeqx.checkpoint import INDEX, to_host, write_tensors
-from redeqx.errors import check_alive, check_folder, filter_traceback
+from redeqx.errors import check_alive, check_folder, filter_traceback, wrong
 from redeqx.machine import dry
 from redeqx.storage import disk_path, replacing
 
@@ -85,10 +85,8 @@ def _check_shapes(model: Any, config: Any) -> None:
     described = named_leaves(eqx.filter_eval_shape(type(model), config, key=jax.eval_shape(lambda: jax.random.key(0))))
     for path, leaf in named_leaves(model).items():
         if is_array_like(leaf) and leaf.shape != described[path].shape:
-            raise ValueError(
-                f"`{path}`: expected {described[path].shape}, as in `config`, got {leaf.shape}. Pass the config that "
-                "describes the model: `dataclasses.replace(config, ...)`."
-            )
+            step = "Pass the config that describes the model: `dataclasses.replace(config, ...)`."
+            raise wrong(path, f"{described[path].shape}, as in `config`", leaf.shape, step)
 
 
 def to_disk(model: Any, weight_map: WeightMap) -> dict[str, _Saved]:
@@ -103,12 +101,10 @@ def to_disk(model: Any, weight_map: WeightMap) -> dict[str, _Saved]:
         parts = [leaves[leaf] for leaf in name.leaves]
         for path, part in zip(name.leaves, parts, strict=True):
             if isinstance(part, jax.ShapeDtypeStruct):
-                raise TypeError(f"`{path}`: expected an array, got only its shape {part}. Create the arrays, then save.")
+                raise wrong(path, "an array", f"only its shape {part}", "Create the arrays, then save.", TypeError)
             if isinstance(part, jax.Array) and not part.is_fully_addressable:
-                raise ValueError(
-                    f"`{path}`: expected an array that this process holds completely, got one sharded over several "
-                    "processes. Save a checkpoint, which all processes write together, and load it in one process."
-                )
+                step = "Save a checkpoint, which all processes write together, and load it in one process."
+                raise wrong(path, "an array that this process holds completely", "one sharded over several processes", step)
         skip = len(name.stacked)
         dummies = [np.broadcast_to(np.int8(0), part.shape[skip:]) for part in parts]
         shape, dtype = name.save(*dummies).shape, functools.reduce(jnp.promote_types, [part.dtype for part in parts])
@@ -140,20 +136,16 @@ def save_pretrained(model: Any, config: Any, folder: str | Path, *, max_shard_si
     Raises OSError if the disk is full.
     """
     if not isinstance(model, Pretrained):
-        raise TypeError(
-            f"`model`: expected one of redeqx.models, got {type(model).__name__}. Save other models with "
-            "`Trainer.save_ckpt`: Hugging Face has no names for their tensors."
-        )
+        step = "Save other models with `Trainer.save_ckpt`: Hugging Face has no names for their tensors."
+        raise wrong("model", "one of redeqx.models", type(model).__name__, step, TypeError)
     check_alive(model, "model")
     limit = _bytes(max_shard_size)
     cls, folder = type(model), disk_path(folder, "folder")
     check_folder(folder, "folder")
     if type(config) is not type(getattr(model, "config", config)):
         found = f"the class {config.__name__}" if isinstance(config, type) else type(config).__name__
-        raise TypeError(
-            f"`config`: expected that of the model, a {type(model.config).__name__}, got {found}. Pass what "
-            "`from_pretrained` returned, or what the model was made of."
-        )
+        rule = f"that of the model, a {type(model.config).__name__}"
+        raise wrong("config", rule, found, "Pass what `from_pretrained` returned, or what the model was made of.", TypeError)
     if dry() is not None:
         return folder
     tensors = to_disk(model, cls.weight_map(config))
@@ -227,5 +219,5 @@ def _bytes(size: int | str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Z]*)\s*", str(size).upper())
     n = int(float(match[1]) * units.get(match[2] or "B", 0)) if match else 0
     if n < 1:
-        raise ValueError(f"`max_shard_size`: expected bytes, or a text like '5GB', got {size!r}. Pass one of the two.")
+        raise wrong("max_shard_size", "bytes, or a text like '5GB'", repr(size), "Pass one of the two.")
     return n

@@ -28,6 +28,7 @@ from redeqx.errors import (
     check_optimizer,
     filter_traceback,
     warn,
+    wrong,
 )
 
 from ..hf import Pretrained
@@ -194,11 +195,11 @@ def adapters_of(model: PyTree, *, several: bool = False) -> dict[str, Any]:
     """
     adapters = {path: layer for path, layer in layers_of(model).items() if isinstance(layer, Adapted)}
     if not adapters:
-        raise ValueError("`model`: expected adapted layers, got none. Add adapters with `lora.add` first.")
+        raise wrong("model", "adapted layers", "none", "Add adapters with `lora.add` first.")
     for path, layer in adapters.items():
         if not several and layer.lora_a.ndim > layer.weight.ndim:
             n = layer.lora_a.shape[-3]
-            raise ValueError(f"`{path}`: expected one adapter, got {n}. Select one: `lora.choose(model, 0)`.")
+            raise wrong(path, "one adapter", n, "Select one: `lora.choose(model, 0)`.")
     return adapters
 
 
@@ -240,10 +241,8 @@ def check_untied(model: PyTree, adapters: Mapping[str, Any]) -> None:
     }
     for path, layer in adapters.items():
         if isinstance(layer, LoraEmbedding) and leaf_path(path, "weight") in shared:
-            raise ValueError(
-                f"`{path}`: expected an embedding of its own, got one whose weight another layer shares. Save the adapters "
-                "with `lora.save_adapter` instead, or train without this one."
-            )
+            step = "Save the adapters with `lora.save_adapter` instead, or train without this one."
+            raise wrong(path, "an embedding of its own", "one whose weight another layer shares", step)
 
 
 def plus(optimizer: optax.GradientTransformation, *, ratio: int | float = 16) -> optax.GradientTransformation:
@@ -315,9 +314,9 @@ def globs_of(given: Any, name: str, advice: str, *, optional: bool = False) -> l
     """Returns one or more globs as a list. Raises TypeError for anything else, ValueError for none."""
     globs: list[Any] = [given] if isinstance(given, str) else list(given) if isinstance(given, Sequence | set) else [None]
     if not all(isinstance(glob, str) for glob in globs):
-        raise TypeError(f"`{name}`: expected globs over paths, got {brief(given)}. {advice}.")
+        raise wrong(name, "globs over paths", brief(given), f"{advice}.", TypeError)
     if not globs and not optional:
-        raise ValueError(f"`{name}`: expected at least one glob, got none. {advice}.")
+        raise wrong(name, "at least one glob", "none", f"{advice}.")
     return globs
 
 
@@ -325,7 +324,5 @@ def check_plain(layers: Mapping[str, Any]) -> None:
     """Raises ValueError if a layer has an adapter."""
     for path, layer in layers.items():
         if isinstance(layer, Adapted):
-            raise ValueError(
-                f"`{path}`: expected a layer without an adapter, got one of rank {layer.lora_a.shape[-2]}. "
-                "Leave it out, or `lora.merge` the model first."
-            )
+            step = "Leave it out, or `lora.merge` the model first."
+            raise wrong(path, "a layer without an adapter", f"one of rank {layer.lora_a.shape[-2]}", step)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from redeqx._tree import ModelT, map_named
-from redeqx.errors import brief, filter_traceback
+from redeqx.errors import brief, filter_traceback, wrong
 
 from ._adapters import adapters_of, is_linear
 from ._layers import LoraEmbedding, LoraLinear
@@ -47,7 +47,7 @@ def combine(models: Sequence[ModelT]) -> ModelT:
     """
     models = list(models)
     if not models:
-        raise ValueError("`models`: expected at least one model, got none. Pass models with adapters.")
+        raise wrong("models", "at least one model", "none", "Pass models with adapters.")
     layers = [adapters_of(model) for model in models]
     for i, other in enumerate(layers):
         for path in sorted(layers[0].keys() | other.keys()):
@@ -84,10 +84,10 @@ def choose(model: ModelT, index: int | Int[Array, ""]) -> ModelT:
     """
     layers = {path: layer for path, layer in adapters_of(model, several=True).items() if isinstance(layer, LoraChoices)}
     if not layers:
-        raise ValueError("`model`: expected several adapters, got one. Stack them with `lora.combine` first.")
+        raise wrong("model", "several adapters", "one", "Stack them with `lora.combine` first.")
     n = next(iter(layers.values())).lora_a.shape[-3]
     if isinstance(index, int) and not 0 <= index < n:
-        raise ValueError(f"`index`: expected an adapter from 0 to {n - 1}, got {brief(index)}. Pass one of these.")
+        raise wrong("index", f"an adapter from 0 to {n - 1}", brief(index), "Pass one of these.")
 
     index = jnp.where(jnp.asarray(index) < 0, n, index)  # JAX would count from the end
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from redeqx._quantised import KINDS, block_size_of, dequantise as as_array, is_quantised, map_quantised, quantise as encode
 from redeqx._tree import ModelT, PyTree, is_array_like, map_named, named_leaves
-from redeqx.errors import check_choice, check_count, filter_traceback
+from redeqx.errors import check_choice, check_count, filter_traceback, wrong
 
 from ._adapters import globs_of, is_linear, selected
 
@@ -63,13 +63,11 @@ def quantise(
             return node
         weight = node.weight if is_linear(node) else node
         if is_quantised(weight):
-            raise ValueError(f"`{path}`: expected a weight, got one of {weight.kind}. Leave it out.")
+            raise wrong(path, "a weight", f"one of {weight.kind}", "Leave it out.")
         n = weight.shape[-1]
         if (size := block_size_of(n, block_size)) < min(_MIN_BLOCK, n) or (kind == "nf4" and n % 2):
-            raise ValueError(
-                f"`{path}`: expected rows that divide into blocks of at least {_MIN_BLOCK} numbers, got rows of {n} and "
-                f"blocks of {size}. Leave it out, or pass another `block_size`."
-            )
+            rule = f"rows that divide into blocks of at least {_MIN_BLOCK} numbers"
+            raise wrong(path, rule, f"rows of {n} and blocks of {size}", "Leave it out, or pass another `block_size`.")
         codes = encode(weight, kind, block_size)
         return eqx.tree_at(lambda layer: layer.weight, node, codes) if is_linear(node) else codes
 

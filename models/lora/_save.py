@@ -13,7 +13,7 @@ from redeqx._origins import CHANGED, origin_of
 from redeqx._quantised import is_quantised
 from redeqx._tree import PyTree, named_leaves
 from redeqx.checkpoint import write_tensors
-from redeqx.errors import brief, check_alive, check_folder, filter_traceback
+from redeqx.errors import brief, check_alive, check_folder, filter_traceback, wrong
 from redeqx.storage import disk_path, replacing
 
 from ..hf import Pretrained, replace_json
@@ -47,7 +47,7 @@ def save_adapter(model: PyTree, folder: str | Path, *, base: str | None = None) 
     adapters, folder = adapters_of(model), disk_path(folder, "folder")
     check_folder(folder, "folder")
     if base is not None and not isinstance(base, str | Path):
-        raise TypeError(f"`base`: expected a name or a folder, got {brief(base)}. Pass what the base was loaded from.")
+        raise wrong("base", "a name or a folder", brief(base), "Pass what the base was loaded from.", TypeError)
     tensors: dict[str, np.ndarray] = {}
     saved: dict[Module, tuple[int, int | float]] = {}  # rank and alpha
     linears, has_dora = layers_of(model), any(getattr(layer, "magnitude", None) is not None for layer in adapters.values())
@@ -112,7 +112,7 @@ def _rate(adapters: Mapping[str, Any]) -> float:
     for path, layer in adapters.items():
         if isinstance(layer, LoraLinear) and rates.get(path, 0.0) != rate:
             got = rates.get(path, 0.0)
-            raise ValueError(f"`{path}`: expected a dropout rate of {rate}, as in other layers, got {got}. Make them equal.")
+            raise wrong(path, f"a dropout rate of {rate}, as in other layers", got, "Make them equal.")
     return rate
 
 
@@ -182,7 +182,7 @@ def _magnitude(module: Module, adapters: Mapping[str, Any], linears: Mapping[str
     found: Any = None
     for rows, path in zip(module.rows, module.paths, strict=True):
         if path in adapters and getattr(adapters[path], "magnitude", None) is None:  # embeddings have none
-            raise ValueError(f"`{path}`: expected DoRA, as other layers have, got none. Save these adapters on their own.")
+            raise wrong(path, "DoRA, as other layers have", "none", "Save these adapters on their own.")
         own = adapters[path].magnitude if path in adapters else lengths(linears[path].weight)
         found = np.zeros((*own.shape[:-1], module.n_out), own.dtype) if found is None else found
         found[..., rows] = np.asarray(own)

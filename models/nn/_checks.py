@@ -6,29 +6,28 @@ from typing import Any
 import jax.numpy as jnp
 
 from redeqx import errors
+from redeqx.errors import wrong
 
 
 def check_sizes(config: Any, *names: str) -> None:
     """Raises ValueError for a field below 1."""
     for name in names:
         if getattr(config, name) < 1:
-            raise ValueError(f"`{name}`: expected at least 1, got {getattr(config, name)}. Pass a positive size.")
+            raise wrong(name, "at least 1", getattr(config, name), "Pass a positive size.")
 
 
 def check_heads(config: Any, width: str = "d_model", heads: str = "n_heads") -> None:
     """Raises ValueError if the heads do not divide the width."""
     if getattr(config, width) % getattr(config, heads):
-        raise ValueError(
-            f"`{heads}`: expected a divisor of `{width}`={getattr(config, width)}, got {getattr(config, heads)}. "
-            "Choose a width that is a multiple of the heads."
-        )
+        rule = f"a divisor of `{width}`={getattr(config, width)}"
+        raise wrong(heads, rule, getattr(config, heads), "Choose a width that is a multiple of the heads.")
 
 
 def check_rates(config: Any, *names: str) -> None:
     """Raises ValueError for a dropout rate outside [0, 1)."""
     for name in names:
         if not 0 <= getattr(config, name) < 1:
-            raise ValueError(f"`{name}`: expected a rate in [0, 1), got {getattr(config, name)}. Pass 0 for none.")
+            raise wrong(name, "a rate in [0, 1)", getattr(config, name), "Pass 0 for none.")
 
 
 def check_choice(config: Any, name: str, choices: Iterable[str]) -> None:
@@ -39,19 +38,14 @@ def check_choice(config: Any, name: str, choices: Iterable[str]) -> None:
 def check_patches(config: Any) -> None:
     """Raises ValueError if a patch is larger than the image."""
     if config.patch_size > config.image_size:
-        raise ValueError(
-            f"`patch_size`: expected at most `image_size`={config.image_size}, got {config.patch_size}. "
-            "Choose smaller patches."
-        )
+        raise wrong("patch_size", f"at most `image_size`={config.image_size}", config.patch_size, "Choose smaller patches.")
 
 
 def check_length(what: str, length: int, n_positions: int) -> None:
     """Raises ValueError if there are more tokens than the model has positions."""
     if length > n_positions:
-        raise ValueError(
-            f"`{what}`: expected at most `n_positions`={n_positions} tokens, got {length}. "
-            "Cut the example, or make the model with more positions."
-        )
+        rule = f"at most `n_positions`={n_positions} tokens"
+        raise wrong(what, rule, length, "Cut the example, or make the model with more positions.")
 
 
 def check_segments(segments: Any, mask: Any, length: int, prefix: str = "") -> None:
@@ -70,6 +64,4 @@ def check_segments(segments: Any, mask: Any, length: int, prefix: str = "") -> N
             "Pass those of `redeqx.data.pack`."
         )
     if mask is not None:
-        raise ValueError(
-            f"`{prefix}mask`: expected None with `{prefix}segments`, got {list(mask.shape)}. Give padding another segment."
-        )
+        raise wrong(f"{prefix}mask", f"None with `{prefix}segments`", list(mask.shape), "Give padding another segment.")

@@ -21,6 +21,7 @@ from einops import rearrange, repeat
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from redeqx._rounding import at_least_float32
+from redeqx.errors import wrong
 
 from ._grouped import grouped_linear
 from ._layers import linear, normal_linear
@@ -170,25 +171,21 @@ class MixtureOfExperts(eqx.Module):
         sizes = {"d_model": d_model, "d_expert": d_expert, "n_experts": n_experts, "n_chosen": n_chosen}
         for name, size in sizes.items():
             if size < 1:
-                raise ValueError(f"`{name}`: expected at least 1, got {size}. Pass a positive size.")
+                raise wrong(name, "at least 1", size, "Pass a positive size.")
         if n_chosen > n_experts:
-            raise ValueError(f"`n_chosen`: expected at most `n_experts`={n_experts}, got {n_chosen}. Choose fewer.")
+            raise wrong("n_chosen", f"at most `n_experts`={n_experts}", n_chosen, "Choose fewer.")
         if n_groups < 1 or n_experts % n_groups:
-            raise ValueError(f"`n_groups`: expected a divisor of `n_experts`={n_experts}, got {n_groups}. Make them equal.")
+            raise wrong("n_groups", f"a divisor of `n_experts`={n_experts}", n_groups, "Make them equal.")
         if not n_chosen <= n_chosen_groups * (n_experts // n_groups) <= n_experts:
-            raise ValueError(
-                f"`n_chosen_groups`: expected at most `n_groups`={n_groups}, with `n_chosen`={n_chosen} experts of "
-                f"{n_experts}, got {n_chosen_groups}. Choose another number of groups."
-            )
+            rule = f"at most `n_groups`={n_groups}, with `n_chosen`={n_chosen} experts of {n_experts}"
+            raise wrong("n_chosen_groups", rule, n_chosen_groups, "Choose another number of groups.")
         if d_shared < 0:
-            raise ValueError(f"`d_shared`: expected at least 0, got {d_shared}. Pass 0 for no shared expert.")
+            raise wrong("d_shared", "at least 0", d_shared, "Pass 0 for no shared expert.")
         if score not in ("softmax", "sigmoid", "sparsemixer"):
             known = "'softmax', 'sigmoid' or 'sparsemixer'"
-            raise ValueError(f"`score`: expected {known}, got {score!r}. Mixtral and Qwen3 have 'softmax'.")
+            raise wrong("score", known, repr(score), "Mixtral and Qwen3 have 'softmax'.")
         if capacity_factor is not None and not 0 < capacity_factor < math.inf:
-            raise ValueError(
-                f"`capacity_factor`: expected a finite number above 0, got {capacity_factor}. Pass None to drop nothing."
-            )
+            raise wrong("capacity_factor", "a finite number above 0", capacity_factor, "Pass None to drop nothing.")
         router_key, experts_key, shared_key = jax.random.split(key, 3)
 
         def make(key: PRNGKeyArray, d_hidden: int = d_expert, **options: Any) -> Expert:
@@ -228,10 +225,8 @@ class MixtureOfExperts(eqx.Module):
         Raises ValueError for a mask of another shape.
         """
         if mask is not None and mask.shape != x.shape[:-1]:
-            raise ValueError(
-                f"`mask`: expected the shape of `x` without its last dim, {x.shape[:-1]}, got {mask.shape}. "
-                "Pass one boolean a token."
-            )
+            rule = f"the shape of `x` without its last dim, {x.shape[:-1]}"
+            raise wrong("mask", rule, mask.shape, "Pass one boolean a token.")
         if x.ndim == 1:
             mask, routed_by = (None if array is None else array[None] for array in (mask, routed_by))
             y, routing = self(x[None], mask=mask, routed_by=routed_by)

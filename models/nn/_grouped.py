@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from redeqx.errors import wrong
 from redeqx.kernels import grouped_matmul
 
 
@@ -32,14 +33,12 @@ def grouped_linear(
     """
     is_adapted = all(hasattr(layer, name) for name in ("lora_a", "lora_b", "scale"))
     if not (type(layer) is eqx.nn.Linear or is_adapted):
-        raise TypeError(
-            f"`layer`: expected stacked `eqx.nn.Linear` layers, got {type(layer).__name__}. "
-            "Adapt it with `lora.add`, or write the mixture out."
-        )
+        rule = "stacked `eqx.nn.Linear` layers"
+        raise wrong("layer", rule, type(layer).__name__, "Adapt it with `lora.add`, or write the mixture out.", TypeError)
     if getattr(layer, "dropout", None) is not None:
-        raise TypeError("`layer`: expected an adapter of experts without dropout, got one. Add it without `dropout`.")
+        raise wrong("layer", "an adapter of experts without dropout", "one", "Add it without `dropout`.", TypeError)
     if getattr(layer, "magnitude", None) is not None:
-        raise TypeError("`layer`: expected an adapter of experts without DoRA, got one with it. Add it without `use_dora`.")
+        raise wrong("layer", "an adapter of experts without DoRA", "one with it", "Add it without `use_dora`.", TypeError)
     out = grouped_matmul(x, layer.weight, sizes, transposed=True)
     if is_adapted:
         with jax.named_scope("lora"):  # the adapter is float32 with 16-bit weights

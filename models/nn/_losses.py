@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from redeqx import Loss
 from redeqx._rounding import at_least_float32
+from redeqx.errors import wrong
 from redeqx.transforms import GRADIENT, HEAD_INPUT, by_vocabulary, sum_gradient, with_own_rows
 
 
@@ -57,24 +58,19 @@ def cross_entropy(
     TypeError for labels that are not integers.
     """
     if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(
-            f"`labels`: expected integers, got {labels.dtype}. Cast them with `labels.astype(jnp.int32)` if that is right."
-        )
+        rule = "integers"
+        raise wrong("labels", rule, labels.dtype, "Cast them with `labels.astype(jnp.int32)` if that is right.", TypeError)
     # 8-bit labels cannot represent `ignore_index` or a larger vocabulary's size: in uint8, -100 would be the label 156.
     labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
     if x.shape[:-1] != labels.shape:
-        raise ValueError(
-            f"`labels`: expected the shape of `x` without its last dim, {x.shape[:-1]}, got {labels.shape}. "
-            "Cut both to the same length: the label of a token is the next token."
-        )
+        rule = f"the shape of `x` without its last dim, {x.shape[:-1]}"
+        raise wrong("labels", rule, labels.shape, "Cut both to the same length: the label of a token is the next token.")
     if not labels.shape:  # one token
         x, labels = x[None], labels[None]
     if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"`chunk_size`: expected at least 1, got {chunk_size}. Pass None for all at once.")
+        raise wrong("chunk_size", "at least 1", chunk_size, "Pass None for all at once.")
     if chunk_size is not None and head is None:
-        raise ValueError(
-            "`head`: expected a function with `chunk_size`, got None. Pass hidden states, and `head=model.logits`."
-        )
+        raise wrong("head", "a function with `chunk_size`", "None", "Pass hidden states, and `head=model.logits`.")
 
     weights: list[Array] = []
     apply = lambda x: x  # noqa: E731

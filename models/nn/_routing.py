@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from redeqx import Loss
+from redeqx.errors import wrong
 
 
 class Routing(eqx.Module):
@@ -62,7 +63,7 @@ def add_routing(loss: Loss, routings: Any, *, balance_loss: float = 0.01, z_loss
     leaves = jax.tree.leaves(routings, is_leaf=lambda node: isinstance(node, Routing))
     if not leaves or not all(isinstance(leaf, Routing) for leaf in leaves):
         got = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves)) or "none"
-        raise TypeError(f"`routings`: expected a PyTree of `Routing`, got {got}. Pass what the layers return as second.")
+        raise wrong("routings", "a PyTree of `Routing`", got, "Pass what the layers return as second.", TypeError)
     total = reduce(lambda a, b: jax.tree.map(jnp.add, a, b), (jax.tree.map(jnp.sum, leaf) for leaf in leaves))
     added = balance_loss * total.balance + z_loss * total.z + total.correction
     of_metrics = {

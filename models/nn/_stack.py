@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from redeqx._tree import named_leaves
+from redeqx.errors import wrong
 
 Block = TypeVar("Block", bound=eqx.Module)
 
@@ -47,7 +48,7 @@ class Stack(eqx.Module, Generic[Block]):
         Raises ValueError if `n_layers` is less than 1.
         """
         if n_layers < 1:
-            raise ValueError(f"`n_layers`: expected at least 1, got {n_layers}. Omit the stack from such a model.")
+            raise wrong("n_layers", "at least 1", n_layers, "Omit the stack from such a model.")
         self.blocks = eqx.filter_vmap(make_block)(jax.random.split(key, n_layers))
         self.n_layers = n_layers
         self.remat = remat
@@ -64,7 +65,7 @@ class Stack(eqx.Module, Generic[Block]):
         Raises ValueError if there is no block, or if one differs from the first.
         """
         if not blocks:
-            raise ValueError("`blocks`: expected at least 1, got 0. Omit the stack from such a model.")
+            raise wrong("blocks", "at least 1", "0", "Omit the stack from such a model.")
         for i, block in enumerate(blocks):
             _check_alike(i, blocks[0], block)
         first, rest = eqx.partition(blocks[0], eqx.is_array)
@@ -163,10 +164,8 @@ def _check_alike(i: int, first: eqx.Module, block: eqx.Module) -> None:
     for name, leaf in wanted.items():
         other = got[name]
         if _describe(leaf) != _describe(other):
-            raise ValueError(
-                f"`blocks.{i}.{name}`: expected {_describe(leaf)} as in `blocks.0`, got {_describe(other)}. "
-                "Stack only equal blocks."
-            )
+            rule = f"{_describe(leaf)} as in `blocks.0`"
+            raise wrong(f"blocks.{i}.{name}", rule, _describe(other), "Stack only equal blocks.")
 
 
 def _describe(leaf: Any) -> str:

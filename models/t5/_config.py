@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from redeqx.errors import wrong
+
 from .._kinds import RATE
 from ..generation import Generation
 from ..hf import ConfigReader, Field, FolderConfig, ModelType, Only, Tokens, published
@@ -117,20 +119,18 @@ class T5Config(FolderConfig):
         check_sizes(self, "vocab_size", "d_model", "d_kv", "d_ff", "n_layers", "n_decoder_layers", "n_heads")
         check_rates(self, "dropout")
         if self.n_buckets < 4:
-            raise ValueError(f"`n_buckets`: expected at least 4, got {self.n_buckets}. Each direction needs two.")
+            raise wrong("n_buckets", "at least 4", self.n_buckets, "Each direction needs two.")
         if self.max_distance <= self.n_buckets // 2:
-            raise ValueError(
-                f"`max_distance`: expected more than half of `n_buckets`={self.n_buckets}, got {self.max_distance}. "
-                "That many distances have their own bucket."
-            )
+            rule = f"more than half of `n_buckets`={self.n_buckets}"
+            raise wrong("max_distance", rule, self.max_distance, "That many distances have their own bucket.")
         if self.max_distance > _MAX_DISTANCE:
-            raise ValueError(f"`max_distance`: expected at most {_MAX_DISTANCE}, got {self.max_distance}. Lower it.")
+            raise wrong("max_distance", f"at most {_MAX_DISTANCE}", self.max_distance, "Lower it.")
         if self.mlp not in _MLPS:
-            raise ValueError(f"`mlp`: expected one of {', '.join(_MLPS)}, got {self.mlp!r}. Pass one of them.")
+            raise wrong("mlp", f"one of {', '.join(_MLPS)}", repr(self.mlp), "Pass one of them.")
         if self.model_type not in _DEFAULTS:
-            raise ValueError(f"`model_type`: expected 't5' or 'mt5', got {self.model_type!r}. Pass one of them.")
+            raise wrong("model_type", "'t5' or 'mt5'", repr(self.model_type), "Pass one of them.")
         if self.model_type == "mt5" and self.is_scaled:
-            raise ValueError("`is_scaled`: expected False with `model_type`='mt5', got True. Make it a 't5'.")
+            raise wrong("is_scaled", "False with `model_type`='mt5'", "True", "Make it a 't5'.")
 
     @property
     def is_gated(self) -> bool:

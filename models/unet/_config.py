@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from redeqx.errors import wrong
+
 from .._kinds import COUNT, LIST, RATE, SIZE
 from ..diffusion import check_groups, diffusers, layers_of_blocks, one_or_many, size_of_sample, sizes_of_blocks
 from ..hf import ConfigReader, Field, FolderConfig, Only, Row, published
@@ -145,19 +147,15 @@ class UNetConfig(FolderConfig):
         for name in ("down_attention", "up_attention", *sizes, "only_cross_attention"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != n_blocks:
-                raise ValueError(
-                    f"`{name}`: expected {n_blocks}, one per block of `block_channels`, got {value}. Pass one each."
-                )
+                raise wrong(name, f"{n_blocks}, one per block of `block_channels`", value, "Pass one each.")
         for name in sizes:
             if min(self.per_block(name)) < 1:
-                raise ValueError(f"`{name}`: expected at least 1, got {getattr(self, name)}. Pass a positive size.")
+                raise wrong(name, "at least 1", getattr(self, name), "Pass a positive size.")
         attends = (*self.down_attention[:-1], True)  # the middle block always has attention
         up_attends = self.up_attention[::-1]
         for i, (channels, heads) in enumerate(zip(self.block_channels, self.per_block("n_heads"), strict=True)):
             if (attends[i] or up_attends[i]) and channels % heads:
-                raise ValueError(
-                    f"`n_heads`: expected a divisor of `block_channels[{i}]`={channels}, got {heads}. Pass one per block."
-                )
+                raise wrong("n_heads", f"a divisor of `block_channels[{i}]`={channels}", heads, "Pass one per block.")
 
     def per_block(self, name: str) -> tuple[Any, ...]:
         """Returns a field's value for each block, from the outermost to the innermost."""

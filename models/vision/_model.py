@@ -18,6 +18,7 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from redeqx._rounding import at_least_float32
+from redeqx.errors import wrong
 
 from ..hf import Pretrained, WeightMap, is_on_disk, leaves_of, same_layer, within
 from ..nn import Attention, Block, Mlp, Stack, linear, norm, normal_attention, normal_linear, normal_mlp, pre_norm_block
@@ -184,19 +185,15 @@ class VisionEncoder(Pretrained):
         if resizes and pixels.ndim == 3 and pixels.shape[0] == wanted[0] and min(pixels.shape[1:]) >= size:
             wanted = pixels.shape
         if pixels.shape != wanted:
-            raise ValueError(f"`pixels`: expected {wanted}, got {pixels.shape}. Resize the image, channels first.")
+            raise wrong("pixels", wanted, pixels.shape, "Resize the image, channels first.")
         if masked is None:
             return
         if self.mask_token is None:
-            raise ValueError(
-                f"`masked`: expected None for {config.model_type!r}, got {list(masked.shape)}. This model has no mask "
-                "token: omit it."
-            )
+            rule = f"None for {config.model_type!r}"
+            raise wrong("masked", rule, list(masked.shape), "This model has no mask token: omit it.")
         n_patches = (wanted[1] // size) * (wanted[2] // size)
         if masked.shape != (n_patches,):
-            raise ValueError(
-                f"`masked`: expected ({n_patches},), one for each patch, got {masked.shape}. Flatten it row by row."
-            )
+            raise wrong("masked", f"({n_patches},), one for each patch", masked.shape, "Flatten it row by row.")
 
     def _positions(self, rows: int, columns: int) -> Float[Array, "positions d"]:
         """Returns the vectors of positions, interpolated for an image of another size."""
@@ -224,7 +221,7 @@ class VisionEncoder(Pretrained):
                 return self.norm(hidden[0])
             if self.pooler is None:
                 token = "class token's `hidden[0]`" if self.config.has_class_token else "mean `hidden.mean(0)`"
-                raise ValueError(f"`has_pooler`: expected True, got False: this model has no pooler. Take the {token}.")
+                raise wrong("has_pooler", "True", "False: this model has no pooler", f"Take the {token}.")
             if isinstance(self.pooler, AttentionPooling):
                 return self.pooler(hidden)
             return jnp.tanh(linear(self.pooler, hidden[0]))

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from redeqx.errors import wrong
+
 from ..bart import SIDES, BartConfig
 from ..hf import Field, Only, Tokens, Written, published
 from ..nn import check_sizes
@@ -73,7 +75,7 @@ class WhisperConfig(BartConfig):
         super().__post_init__()
         check_sizes(self, "n_mels", "n_source_positions")
         if self.d_model % 2:
-            raise ValueError(f"`d_model`: expected an even number, got {self.d_model}. Positions are sines and cosines.")
+            raise wrong("d_model", "an even number", self.d_model, "Positions are sines and cosines.")
 
     @property
     def n_frames(self) -> int:

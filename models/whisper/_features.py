@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from redeqx.errors import check_count
+from redeqx.errors import check_count, wrong
 from redeqx.storage import Location, location
 
 from ..hf import ConfigReader, read_config
@@ -77,16 +77,12 @@ class LogMel:
         """
         samples = np.asarray(samples)
         if samples.ndim != 1 or samples.dtype.kind != "f":
-            raise ValueError(
-                f"`samples`: expected floats of one channel, got {samples.dtype}{list(samples.shape)}. Take the mean of the "
-                "channels, and divide integers by their largest value; `read_wav` does both."
-            )
+            step = "Take the mean of the channels, and divide integers by their largest value; `read_wav` does both."
+            raise wrong("samples", "floats of one channel", f"{samples.dtype}{list(samples.shape)}", step)
         longest = self.chunk_length * self.sampling_rate
         if len(samples) > longest and not is_long:
-            raise ValueError(
-                f"`samples`: expected at most {longest}, {self.chunk_length} seconds, got {len(samples)}. Cut the recording "
-                "or pass `is_long=True`, for `transcribe`."
-            )
+            rule = f"at most {longest}, {self.chunk_length} seconds"
+            raise wrong("samples", rule, len(samples), "Cut the recording or pass `is_long=True`, for `transcribe`.")
         longest = max(longest, len(samples))
         wave = np.pad(samples.astype(np.float32).astype(np.float64), (0, longest - len(samples)))
         wave = np.pad(wave, self.n_fft // 2, mode="reflect")
@@ -133,9 +129,9 @@ def read_wav(path: str | Path, sampling_rate: int = 16000) -> Float[np.ndarray, 
             rate, n_channels, width = file.getframerate(), file.getnchannels(), file.getsampwidth()
             content = file.readframes(file.getnframes())
     except (wave.Error, EOFError) as error:
-        raise ValueError(f"`{path}`: expected a WAV file of integers, got {error}. Convert the recording.") from error
+        raise wrong(path, "a WAV file of integers", error, "Convert the recording.") from error
     if rate != sampling_rate:
-        raise ValueError(f"`{path}`: expected {sampling_rate} samples a second, got {rate}. Resample the recording.")
+        raise wrong(path, f"{sampling_rate} samples a second", rate, "Resample the recording.")
     octets = np.frombuffer(content, np.uint8).reshape(-1, n_channels, width)
     if width == 1:  # without sign
         samples = octets[..., 0].astype(np.float64) / 128 - 1

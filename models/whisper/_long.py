@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from redeqx.errors import wrong
+
 from ._model import Whisper
 from ._trials import Trials
 
@@ -74,7 +76,7 @@ def transcribe(
     """
     config, features = model.config, np.asarray(features)
     if features.ndim != 2 or features.shape[0] != config.n_mels:
-        raise ValueError(f"`features`: expected {config.n_mels} bands of frames, got {features.shape}. Pass one recording.")
+        raise wrong("features", f"{config.n_mels} bands of frames", features.shape, "Pass one recording.")
     n_frames, total, window = config.n_frames, features.shape[1], _window(features, 0, config.n_frames)
     first = model.prompt(window, language=language, task=task, timestamps=True)
     temperatures = tuple(np.ravel(temperature).tolist())

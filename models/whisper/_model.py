@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from redeqx.errors import wrong
+
 from ..bart import TransformerStack, stack_tensors
 from ..generation import EncoderDecoder
 from ..hf import Pretrained, WeightMap, reshaped, same
@@ -92,7 +94,7 @@ class Whisper(EncoderDecoder, Pretrained):
         """
         wanted = (self.config.n_mels, self.config.n_frames)
         if features.shape != wanted:
-            raise ValueError(f"`features`: expected {wanted}, got {features.shape}. Make them by `LogMel.from_pretrained`.")
+            raise wrong("features", wanted, features.shape, "Make them by `LogMel.from_pretrained`.")
         with jax.named_scope("encoder"):
             x = features.astype(self.convolution1.weight.dtype)
             for layer in (self.convolution1, self.convolution2):
@@ -135,10 +137,8 @@ class Whisper(EncoderDecoder, Pretrained):
         Raises ValueError if the folder says that texts have times.
         """
         if self.config.prompting.get("return_timestamps"):
-            raise ValueError(
-                "`decoder_input_ids`: expected tokens, since the folder has `return_timestamps`, got None. Pass those of "
-                "`model.prompt(features, timestamps=True)`, and `logits_processor=model.timestamps(...)`."
-            )
+            step = "Pass those of `model.prompt(features, timestamps=True)`, and `logits_processor=model.timestamps(...)`."
+            raise wrong("decoder_input_ids", "tokens, since the folder has `return_timestamps`", "None", step)
         return self.prompt(features)
 
     def timestamps(self, decoder_input_ids: Int[Array, "batch target"]) -> Timestamps:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from redeqx.errors import check_choice
+from redeqx.errors import check_choice, wrong
 
 # The keys of `generation_config.json` that this file reads, or that only timing of words and longer recordings need.
 KEYS = (
@@ -41,7 +41,7 @@ def first_tokens(
     forced = keys.get("forced_decoder_ids")
     if language is None and task is None and forced:
         if [place for place, _ in forced] != [*range(1, 1 + len(forced))]:
-            raise ValueError(f"`forced_decoder_ids`: expected pairs of places from 1 and tokens, got {forced}. Correct it.")
+            raise wrong("forced_decoder_ids", "pairs of places from 1 and tokens", forced, "Correct it.")
         tokens += [token for _, token in forced]
     if language is not None:
         check_choice(language.strip("<|>"), "language", tuple(name.strip("<|>") for name in languages))

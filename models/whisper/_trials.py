@@ -14,6 +14,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from redeqx.errors import wrong
+
 from ..generation import SAMPLING, Generated, generate
 from ._model import Whisper
 
@@ -30,15 +32,11 @@ class Trials:
     def check(self, num_beams: int) -> None:
         """Raises ValueError for temperatures that are no numbers from 0, and for thresholds without what they need."""
         if not self.temperatures or not all(0 <= temperature < math.inf for temperature in self.temperatures):
-            raise ValueError(
-                f"`temperature`: expected numbers from 0, got {self.temperatures}. Pass 0.0 for the likeliest tokens."
-            )
+            raise wrong("temperature", "numbers from 0", self.temperatures, "Pass 0.0 for the likeliest tokens.")
         if self.no_speech_threshold is not None and self.logprob_threshold is None:
-            raise ValueError(
-                "`logprob_threshold`: expected a number with `no_speech_threshold`, got None. Silence needs both."
-            )
+            raise wrong("logprob_threshold", "a number with `no_speech_threshold`", "None", "Silence needs both.")
         if self.logprob_threshold is not None and num_beams > 1:
-            raise ValueError(f"`num_beams`: expected 1 with `logprob_threshold`, got {num_beams}. Leave one of the two out.")
+            raise wrong("num_beams", "1 with `logprob_threshold`", num_beams, "Leave one of the two out.")
 
     def read(
         self,

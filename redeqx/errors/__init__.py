@@ -27,6 +27,7 @@ from ._arguments import (
     check_readable_again as check_readable_again,
     check_state as check_state,
     check_type as check_type,
+    wrong as wrong,
 )
 from ._names import check_names as check_names
 from ._redco import (

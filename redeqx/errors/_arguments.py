@@ -25,7 +25,7 @@ from jax.core import Tracer
 from .._tree import array_leaves, is_array_like, is_key, listed, named_leaves
 
 
-def wrong(name: str, expected: str, got: str, advice: str, error: type[Exception] = ValueError) -> Exception:
+def wrong(name: object, expected: object, got: object, advice: str, error: type[Exception] = ValueError) -> Exception:
     """Returns the error for an argument; `advice` is the next step."""
     return error(f"`{name}`: expected {expected}, got {got}. {advice.removesuffix('.')}.")
 
