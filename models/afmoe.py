@@ -9,7 +9,7 @@ from types import MappingProxyType
 from ._kinds import COUNT
 from .decoder import Choice, Decoder, LayerTypes, Names, SharedExperts, expert_names, rows
 from .exaone import Exaone4Config
-from .hf import Field, Only, published
+from .hf import Field, Fields, Only
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,7 @@ class AfmoeConfig(Exaone4Config):
     wide_routers = ("correction",)
     rows = rows(
         LayerTypes("global_attn_every_n_layers"),
-        Field("num_experts", "n_experts"),
-        Field("num_experts_per_tok", "n_chosen"),
-        Field("moe_intermediate_size", "d_expert"),
+        *Fields(n_experts="num_experts", n_chosen="num_experts_per_tok", d_expert="moe_intermediate_size"),
         SharedExperts("num_shared_experts"),
         Field("num_dense_layers", "n_dense", COUNT),
         Field("route_scale", "router_scale"),
@@ -49,7 +47,6 @@ class AfmoeConfig(Exaone4Config):
             "mlp.expert_bias": "mlp.correction",
         }
     )
-    sizes = published({})
 
     @property
     def rotated(self) -> tuple[bool, ...]:

@@ -6,7 +6,7 @@ Source: the model's card, huggingface.co/arcee-ai/AFM-4.5B.
 from dataclasses import dataclass
 
 from .decoder import Decoder, DecoderConfig, rows
-from .hf import Field, published
+from .hf import Field
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,6 @@ class ArceeConfig(DecoderConfig):
 
     model_type = "arcee"
     rows = rows(Field("attention_bias"), Field("mlp_bias"))
-    sizes = published({})
 
 
 class Arcee(Decoder, config=ArceeConfig, init=False):

@@ -22,8 +22,9 @@ from .generation import EncoderDecoder, Generation
 from .hf import (
     ConfigReader,
     Field,
+    Fields,
+    Fixed,
     FolderConfig,
-    Only,
     Pretrained,
     StoredTensor,
     Tokens,
@@ -72,14 +73,10 @@ def _forced_bos(known: Mapping[str, Any], *, is_forced: bool) -> int | None:
 SIDES = (
     Field("encoder_layers", "n_layers", via=ConfigReader.layers),
     Field("decoder_layers", "n_decoder_layers", via=ConfigReader.layers),
-    Field("encoder_attention_heads", "n_heads"),
-    Field("decoder_attention_heads", "n_decoder_heads"),
-    Field("encoder_ffn_dim", "d_ff"),
-    Field("decoder_ffn_dim", "d_decoder_ff"),
+    *Fields(n_heads="encoder_attention_heads", n_decoder_heads="decoder_attention_heads", d_ff="encoder_ffn_dim"),
+    *Fields(d_decoder_ff="decoder_ffn_dim"),
     Field("activation_function", "activation", TEXT),
-    Field("dropout", kind=RATE),
-    Field("attention_dropout", kind=RATE),
-    Field("activation_dropout", kind=RATE),
+    *Fields(RATE, dropout="dropout", attention_dropout="attention_dropout", activation_dropout="activation_dropout"),
 )
 
 
@@ -160,18 +157,12 @@ class BartConfig(FolderConfig):
     )
     rows = (
         Written("model_type", "bart"),
-        Only("is_encoder_decoder", True),
-        Only("tie_word_embeddings", True),
-        Only("is_decoder", False, is_written=False),
-        Only("is_causal", True, is_written=False),
+        *Fixed(is_encoder_decoder=True, tie_word_embeddings=True),
+        *Fixed(is_written=False, is_decoder=False, is_causal=True),
         # Keys of the first versions of transformers, which had other models under this model's name.
-        Only("normalize_before", False, is_written=False),
-        Only("normalize_embedding", True, is_written=False),
-        Only("add_final_layer_norm", False, is_written=False),
-        Only("static_position_embeddings", False, is_written=False),
-        Field("vocab_size"),
-        Field("max_position_embeddings", "n_positions"),
-        Field("d_model"),
+        *Fixed(is_written=False, normalize_before=False, normalize_embedding=True, add_final_layer_norm=False),
+        *Fixed(is_written=False, static_position_embeddings=False),
+        *Fields(vocab_size="vocab_size", n_positions="max_position_embeddings", d_model="d_model"),
         *SIDES,
         Field("scale_embedding", "is_scaled"),
         Tokens("decoder_start", "forced_bos", "forced_eos"),
@@ -299,7 +290,6 @@ class Bart(EncoderDecoder, Pretrained):
         self.config = config
 
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
-        """Returns the logits of the next tokens, from hidden states."""
         with jax.named_scope("head"):
             return hidden @ self.embedding.weight.T + jax.lax.stop_gradient(self.logits_bias)
 
@@ -309,7 +299,6 @@ class Bart(EncoderDecoder, Pretrained):
 
     @staticmethod
     def weight_map(config: BartConfig) -> WeightMap:
-        """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         vocab = config.vocab_size
         copies = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight")
         return WeightMap(

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from ._kinds import RATE
 from .decoder import Choice, Decoder, GPTConfig, Names, Shared, rows
-from .hf import Field, Only, published
+from .hf import Field, Fixed, published
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,7 @@ class BioGptConfig(GPTConfig):
     model_type = "biogpt"
     zeroes_padding = True
     rows = rows(
-        Only("layerdrop", 0.0),
-        Only("activation_dropout", 0.0),
+        *Fixed(layerdrop=0.0, activation_dropout=0.0),
         Shared("hidden_dropout_prob", "residual_dropout", "embedding_dropout"),
         Field("attention_probs_dropout_prob", "attention_dropout", RATE),
         Choice("scale_embedding", MappingProxyType({"embedding_scale": (1.0, None)}), default=True),

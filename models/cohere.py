@@ -8,7 +8,7 @@ Sources: the models' cards, huggingface.co/CohereLabs; *Command A* (arXiv:2504.0
 from dataclasses import dataclass
 
 from .decoder import Decoder, DecoderConfig, LayerTypes, LogitScale, rows
-from .hf import Field, Only, published
+from .hf import Fields, Only, published
 
 _SCALE = LogitScale("logit_scale", 0.0625)
 
@@ -28,8 +28,7 @@ class CohereConfig(DecoderConfig):
 
     model_type = "cohere"
     rows = rows(
-        Field("layer_norm_eps", "norm_eps"),
-        Field("attention_bias"),
+        *Fields(norm_eps="layer_norm_eps", attention_bias="attention_bias"),
         _SCALE,
         Only("use_qk_norm", False, None),
         without=("head_size",),
@@ -51,8 +50,7 @@ class Cohere2Config(CohereConfig):
     model_type = "cohere2"
     window_period = 4
     rows = rows(
-        Field("layer_norm_eps", "norm_eps"),
-        Field("attention_bias"),
+        *Fields(norm_eps="layer_norm_eps", attention_bias="attention_bias"),
         _SCALE,
         LayerTypes("sliding_window_pattern"),
         without=("head_size",),

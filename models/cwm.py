@@ -6,7 +6,7 @@ Source: *CWM: An Open-Weights LLM for Research on Code Generation with World Mod
 from dataclasses import dataclass
 
 from .decoder import Decoder, LayerTypes, rows
-from .hf import Field, published
+from .hf import Field
 from .llama import LlamaConfig
 from .nn import Llama3Scaling
 
@@ -28,7 +28,6 @@ class CwmConfig(LlamaConfig):
 
     model_type = "cwm"
     rows = rows(Field("mlp_bias"), LayerTypes())
-    sizes = published({})
 
     @classmethod
     def default_layers(cls, n_layers: int) -> tuple[int, ...]:

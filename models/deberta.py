@@ -120,15 +120,8 @@ class DebertaConfig(EncoderConfig):
         without=("n_token_types",),
     )
 
-    @property
-    def names(self) -> Names:
-        """The names of tensors on disk."""
-        return _names(is_legacy=self.is_legacy)
-
-    @property
-    def token_head_dropout(self) -> float:
-        """The dropout rate before the last layer of a classifier of tokens."""
-        return self.dropout
+    names = property(lambda config: _names(is_legacy=config.is_legacy))
+    token_head_dropout = property(lambda config: config.dropout)
 
     sizes = published(
         {

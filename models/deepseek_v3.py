@@ -12,7 +12,7 @@ from types import MappingProxyType
 from ._kinds import COUNT
 from .decoder import GROUPED, LATENT, LATENT_NAMES, Decoder, Names, expert_names, rows
 from .deepseek import DeepseekV2Config
-from .hf import Field, Only, published
+from .hf import Field, Fixed, Only, published
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,7 @@ class DeepseekV3Config(DeepseekV2Config):
         Field("attention_bias"),
         Only("moe_layer_freq", 1, is_written=False),
         Field("rope_interleave", "is_interleaved"),
-        Only("scoring_func", "sigmoid", is_written=False),
-        Only("topk_method", "noaux_tc", is_written=False),
+        *Fixed(is_written=False, scoring_func="sigmoid", topk_method="noaux_tc"),
         Only("num_nextn_predict_layers", 0, 1, default=1),
         without=("n_kv_heads", "head_size"),
     )

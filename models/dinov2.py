@@ -97,15 +97,8 @@ class Dinov2Config(VisionConfig):
         if self.d_ff % self.d_model:
             raise wrong("d_ff", f"a multiple of `d_model`={self.d_model}", self.d_ff, "`config.json` has the ratio.")
 
-    @property
-    def names(self) -> Names:
-        """The names of tensors on disk."""
-        return _names(f"{self.model_type}.", is_gated=self.is_gated)
-
-    @property
-    def block_dropout(self) -> float:
-        """The dropout rate of additions to the residual stream."""
-        return 0.0
+    names = property(lambda config: _names(f"{config.model_type}.", is_gated=config.is_gated))
+    block_dropout = property(lambda config: 0.0)
 
 
 @dataclass(frozen=True)
@@ -117,6 +110,7 @@ class Dinov2WithRegistersConfig(Dinov2Config):
     n_registers = 4
 
     model_type = "dinov2_with_registers"
+    sizes = _SIZES
     rows = (*_ROWS, Field("num_register_tokens", "n_registers", COUNT))
 
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from ._kinds import RATE, TEXT
 from .encoder import Encoder, EncoderConfig, MaskedLM, Names, SequenceClassifier, TokenClassifier, rows
-from .hf import ConfigReader, Field, published
+from .hf import ConfigReader, Field, Fields, published
 
 
 @dataclass(frozen=True)
@@ -55,26 +55,17 @@ class DistilBertConfig(EncoderConfig):
     )
     rows = rows(
         {"distilbert": {}},
-        Field("dim", "d_model"),
-        Field("hidden_dim", "d_ff"),
+        *Fields(d_model="dim", d_ff="hidden_dim"),
         Field("n_layers", via=ConfigReader.layers),
         Field("n_heads"),
         Field("activation", kind=TEXT),
-        Field("dropout", kind=RATE),
-        Field("attention_dropout", kind=RATE),
-        Field("seq_classif_dropout", "classifier_dropout", RATE),
+        *Fields(RATE, dropout="dropout", attention_dropout="attention_dropout", classifier_dropout="seq_classif_dropout"),
         without=("n_token_types", "layer_norm_eps"),
     )
     aliases = MappingProxyType({"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"})
 
-    @property
-    def block_dropouts(self) -> tuple[float, float, float]:
-        return 0.0, 0.0, self.dropout
-
-    @property
-    def token_head_dropout(self) -> float:
-        """The dropout rate before the last layer of a classifier of tokens."""
-        return self.dropout
+    block_dropouts = property(lambda config: (0.0, 0.0, config.dropout))
+    token_head_dropout = property(lambda config: config.dropout)
 
     sizes = published({"uncased": {}, "cased": {"vocab_size": 28996}, "multilingual-cased": {"vocab_size": 119547}})
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from ._kinds import COUNT
 from .decoder import Decoder, DecoderConfig, Names, Shared, SharedExperts, Wide, expert_names, rows
-from .hf import Field, Only, published
+from .hf import Field, Fields, Fixed, Only, published
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,11 @@ class Ernie4_5MoeConfig(Ernie4_5Config):
     architecture = "Ernie4_5_MoeForCausalLM"
     rows = rows(
         Only("use_bias", False),
-        Field("moe_intermediate_size", "d_expert"),
-        Field("moe_num_experts", "n_experts"),
-        Field("moe_k", "n_chosen"),
+        *Fields(d_expert="moe_intermediate_size", n_experts="moe_num_experts", n_chosen="moe_k"),
         SharedExperts("moe_num_shared_experts"),
         Field("moe_layer_start_index", "n_dense", COUNT),
         Only("moe_layer_end_index", lambda known: (-1, known["n_layers"] - 1), save=lambda config: config.n_layers - 1),
-        Only("moe_layer_interval", 1),
-        Only("moe_norm_min", 1e-12),
+        *Fixed(moe_layer_interval=1, moe_norm_min=1e-12),
         without=("attention_dropout",),
     )
     aliases = MappingProxyType({"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"})

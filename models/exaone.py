@@ -68,7 +68,6 @@ class ExaoneMoeConfig(Exaone4Config):
         },
         ignored=("*.rotary_emb.inv_freq", "mtp.*"),
     )
-    sizes = published({})
 
 
 class ExaoneMoe(Decoder, config=ExaoneMoeConfig, init=False):

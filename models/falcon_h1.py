@@ -11,7 +11,7 @@ from typing import Any
 from ._kinds import LIST, POSITIVE
 from .bamba import BambaConfig
 from .decoder import Decoder, Factors, LogitScale, Names, mamba_names, mamba_rows, rows
-from .hf import ConfigReader, Field, Only, Row, published
+from .hf import ConfigReader, Field, Fields, Only, Row, published
 
 _SINGLE = {
     "attention_input": "attention_in_multiplier",
@@ -101,8 +101,7 @@ class FalconH1Config(BambaConfig):
     rows = rows(
         *map(Field, ("attention_bias", "mlp_bias")),
         *mamba_rows(("mamba_d_ssm", 1024)),
-        Field("mamba_rms_norm", "norms_states"),
-        Field("mamba_norm_before_gate", "norms_first"),
+        *Fields(norms_states="mamba_rms_norm", norms_first="mamba_norm_before_gate"),
         Only("projectors_bias", False),
         Field("embedding_multiplier", "embedding_scale", POSITIVE),
         LogitScale("lm_head_multiplier"),

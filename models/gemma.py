@@ -109,7 +109,6 @@ class VaultGemmaConfig(Gemma2Config):
 
     model_type = "vaultgemma"
     names = Names({"pre_feedforward_layernorm": "mlp_norm"})
-    sizes = published({})
 
 
 class VaultGemma(Decoder, config=VaultGemmaConfig, init=False):

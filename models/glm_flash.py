@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from .decoder import GROUPED, LATENT, LATENT_NAMES, Decoder, MlpTypes, Names, expert_names, rows
 from .deepseek_v3 import DeepseekV3Config
-from .hf import Field, published
+from .hf import Fields
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,11 @@ class Glm4MoeLiteConfig(DeepseekV3Config):
         *LATENT,
         *GROUPED,
         MlpTypes(),
-        Field("attention_bias"),
-        Field("rope_interleave", "is_interleaved"),
+        *Fields(attention_bias="attention_bias", is_interleaved="rope_interleave"),
         without=("n_kv_heads", "head_size"),
     )
     aliases = MappingProxyType({"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"})
     names = Names({**expert_names(), **LATENT_NAMES}, ignored=("*.rotary_emb.inv_freq", "model.layers.{n_layers}.*"))
-    sizes = published({})
 
 
 class Glm4MoeLite(Decoder, config=Glm4MoeLiteConfig, init=False):

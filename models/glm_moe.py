@@ -71,7 +71,6 @@ class SolarOpenConfig(Glm4MoeConfig):
     rows = rows(*GROUPED, Field("attention_bias"), without=("d_mlp",))
     aliases = MappingProxyType({"num_local_experts": "n_routed_experts"})
     names = Names(expert_names())
-    sizes = published({})
 
 
 class SolarOpen(Decoder, config=SolarOpenConfig, init=False):

@@ -8,7 +8,7 @@ them by whole heads.
 from dataclasses import dataclass
 
 from .decoder import GPT_ALIASES, GPT_ROWS, Decoder, GPTConfig, Names, rows
-from .hf import Field, Only, published
+from .hf import Field, Fixed, published
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,7 @@ class GPT2Config(GPTConfig):
     scales_residual = True
     position_scale = 0.5
     rows = rows(
-        Only("scale_attn_weights", True, is_written=False),
-        Only("scale_attn_by_inverse_layer_idx", False, is_written=False),
+        *Fixed(is_written=False, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False),
         *GPT_ROWS,
         Field("add_cross_attention", "has_cross_attention"),
         without=("n_kv_heads", "head_size", "rope_theta"),

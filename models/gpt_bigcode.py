@@ -6,7 +6,7 @@ Sources: *StarCoder* (arXiv:2305.06161); *SantaCoder* (arXiv:2301.03988).
 from dataclasses import dataclass
 
 from .decoder import GPT_ALIASES, GPT_ROWS, ByHead, Choice, Decoder, GPTConfig, Names, rows
-from .hf import Only, published
+from .hf import Fixed, published
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,7 @@ class GPTBigCodeConfig(GPTConfig):
     rows = rows(
         *GPT_ROWS,
         Choice("multi_query", {"n_kv_heads": (None, 1)}, default=True),
-        Only("scale_attn_weights", True),
-        Only("add_cross_attention", False),
+        *Fixed(scale_attn_weights=True, add_cross_attention=False),
         without=("head_size", "rope_theta"),
     )
     aliases = GPT_ALIASES

@@ -10,7 +10,7 @@ from typing import Any
 
 from ._kinds import LIST, RATE, SIZE, TEXT
 from .decoder import Decoder, GPTConfig, Inner, Names, rows
-from .hf import ConfigReader, Field, Row, published
+from .hf import ConfigReader, Field, Fields, Row, published
 
 
 class _AttentionTypes(Row):
@@ -57,9 +57,8 @@ class GPTNeoConfig(GPTConfig):
         _AttentionTypes(),
         Field("activation_function", "activation", TEXT),
         Field("layer_norm_epsilon", "norm_eps"),
-        Field("embed_dropout", "embedding_dropout", RATE),
-        Field("attention_dropout", kind=RATE),
-        Field("resid_dropout", "residual_dropout", RATE),
+        *Fields(RATE, embedding_dropout="embed_dropout", attention_dropout="attention_dropout"),
+        *Fields(RATE, residual_dropout="resid_dropout"),
         without=("n_kv_heads", "head_size", "rope_theta"),
     )
     aliases = MappingProxyType({"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"})

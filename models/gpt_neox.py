@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from .decoder import ByHead, Choice, Decoder, GPTConfig, Names, Rope, Shared, rows
-from .hf import Field, Only, published
+from .hf import Field, Fields, Only, published
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,7 @@ class GPTNeoXConfig(GPTConfig):
 
     model_type = "gpt_neox"
     rows = rows(
-        Field("layer_norm_eps", "norm_eps"),
-        Field("use_parallel_residual", "is_parallel"),
-        Field("attention_bias"),
+        *Fields(norm_eps="layer_norm_eps", is_parallel="use_parallel_residual", attention_bias="attention_bias"),
         Shared("hidden_dropout", "residual_dropout", "embedding_dropout"),
         Rope(has_share=True),
         # transformers would rotate a share of these dims instead of those that a head has.
@@ -99,7 +97,6 @@ class PersimmonConfig(GPTNeoXConfig):
         },
         norm="model.final_layernorm",
     )
-    sizes = published({})
 
 
 class Persimmon(Decoder, config=PersimmonConfig, init=False):

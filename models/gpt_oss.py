@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from ._kinds import POSITIVE
 from .decoder import Decoder, DecoderConfig, Experts, LayerTypes, Names, rows
-from .hf import Field, Only, published
+from .hf import Field, Fields, Only, published
 from .nn import YarnScaling
 
 _YARN = YarnScaling(32.0, 4096, 0.1 * math.log(32) + 1, truncate=False)
@@ -40,8 +40,7 @@ class GptOssConfig(DecoderConfig):
     rows = rows(
         Field("attention_bias"),
         LayerTypes(),
-        Field("num_local_experts", "n_experts"),
-        Field("num_experts_per_tok", "n_chosen"),
+        *Fields(n_experts="num_local_experts", n_chosen="num_experts_per_tok"),
         Field("swiglu_limit", "expert_limit", POSITIVE),
         Only("swiglu_alpha", 1.702, is_written=False),
         Only("hidden_act", "silu"),  # transformers does not read it

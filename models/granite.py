@@ -8,13 +8,11 @@ from typing import Any
 
 from ._kinds import COUNT, POSITIVE
 from .decoder import Decoder, DecoderConfig, Experts, Names, rows
-from .hf import Field, Row, published
+from .hf import Field, Fields, Row, published
 
 FACTORS: tuple[Row, ...] = (
-    Field("embedding_multiplier", "embedding_scale", POSITIVE),
-    Field("attention_multiplier", "attention_scale", POSITIVE),
-    Field("residual_multiplier", "residual_scale", POSITIVE),
-    Field("logits_scaling", "logit_divisor", POSITIVE),
+    *Fields(POSITIVE, embedding_scale="embedding_multiplier", attention_scale="attention_multiplier"),
+    *Fields(POSITIVE, residual_scale="residual_multiplier", logit_divisor="logits_scaling"),
 )
 # The fields of all published models.
 _PUBLISHED: dict[str, Any] = {
@@ -66,8 +64,7 @@ class GraniteMoeConfig(GraniteConfig):
     rows = rows(
         Field("attention_bias"),
         *FACTORS,
-        Field("num_local_experts", "n_experts"),
-        Field("num_experts_per_tok", "n_chosen"),
+        *Fields(n_experts="num_local_experts", n_chosen="num_experts_per_tok"),
         without=("head_size",),
     )
     names = Names(
@@ -107,7 +104,6 @@ class GraniteMoeSharedConfig(GraniteMoeConfig):
             "shared_mlp.output_linear": "mlp.shared.down",
         },
     )
-    sizes = published({})
 
 
 class GraniteMoeShared(Decoder, config=GraniteMoeSharedConfig, init=False):

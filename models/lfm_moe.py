@@ -10,7 +10,7 @@ from typing import Any
 
 from ._kinds import COUNT, LIST
 from .decoder import Decoder, MixerLayers, Names, rows
-from .hf import ConfigReader, Field, published
+from .hf import ConfigReader, Field, Fields, published
 from .lfm import ROWS, WITHOUT, Lfm2Config
 
 
@@ -34,13 +34,9 @@ class Lfm2MoeConfig(Lfm2Config):
     rows = rows(
         *ROWS,
         MixerLayers("conv", _none),
-        Field("moe_intermediate_size", "d_expert"),
-        Field("num_experts", "n_experts"),
-        Field("num_experts_per_tok", "n_chosen"),
+        *Fields(d_expert="moe_intermediate_size", n_experts="num_experts", n_chosen="num_experts_per_tok"),
         Field("num_dense_layers", "n_dense", COUNT),
-        Field("norm_topk_prob", "renormalize"),
-        Field("routed_scaling_factor", "router_scale"),
-        Field("use_expert_bias", "has_correction"),
+        *Fields(renormalize="norm_topk_prob", router_scale="routed_scaling_factor", has_correction="use_expert_bias"),
         without=WITHOUT,
     )
     aliases = MappingProxyType({"tie_embedding": "tie_word_embeddings"})

@@ -91,7 +91,6 @@ class LlavaConfig(FolderConfig):
 
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> "LlavaConfig":
-        """Returns the config that a `config.json` describes."""
         vision, text = reader.part("vision_config"), reader.part("text_config")
         kind = vision.only("model_type", *_ENCODERS)
         family = FAMILIES[text.only("model_type", "llama", *FAMILIES)]
@@ -119,7 +118,6 @@ class LlavaConfig(FolderConfig):
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """Returns the `config.json` that describes this config."""
         layers = self.feature_layers
         return {
             "model_type": "llava",
@@ -262,7 +260,6 @@ class Llava(Pretrained):
 
     @classmethod
     def weight_map(cls, config: LlavaConfig) -> WeightMap:
-        """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         vision = _ENCODERS[config.vision.model_type].weight_map(config.vision)
         text = FAMILIES[config.text.model_type].weight_map(config.text)
         bias = config.projector_bias

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from ._kinds import SIZE
 from .decoder import Decoder, DecoderConfig, Names, Rope, rows
-from .hf import Field, Only, published
+from .hf import Field, Fields, Fixed, published
 from .mistral import MixtralConfig
 
 # The dims of a head that are rotary, in old files; in newer ones `Rope` reads their share.
@@ -39,15 +39,11 @@ class MiniMaxM2Config(DecoderConfig):
 
     model_type = "minimax_m2"
     rows = rows(
-        Field("num_local_experts", "n_experts"),
-        Field("num_experts_per_tok", "n_chosen"),
+        *Fields(n_experts="num_local_experts", n_chosen="num_experts_per_tok"),
         _ROTARY,
         Rope(has_share=True),
-        Only("router_jitter_noise", 0.0, is_written=False),
-        Only("scoring_func", "sigmoid", is_written=False),
-        Only("shared_intermediate_size", 0, is_written=False),
-        Only("use_qk_norm", True, is_written=False),
-        Only("use_routing_bias", True, is_written=False),
+        *Fixed(is_written=False, router_jitter_noise=0.0, scoring_func="sigmoid", shared_intermediate_size=0),
+        *Fixed(is_written=False, use_qk_norm=True, use_routing_bias=True),
     )
     aliases = MappingProxyType({"num_experts": "num_local_experts"})
     names = Names({**MixtralConfig.names.block, "block_sparse_moe.e_score_correction_bias": "mlp.correction"})

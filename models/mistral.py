@@ -13,7 +13,7 @@ from typing import Any
 
 from ._kinds import NOT_NEGATIVE
 from .decoder import PART_OF_LARGER, Decoder, DecoderConfig, LayerTypes, Names, Rope, Window, rows
-from .hf import ConfigReader, Field, Only, published
+from .hf import ConfigReader, Fields, Only, published
 from .nn import YarnScaling
 
 
@@ -47,7 +47,6 @@ class MinistralConfig(MistralConfig):
     model_type = "ministral"
     part = None
     rows = rows(LayerTypes())
-    sizes = published({})
 
 
 class Ministral(Decoder, config=MinistralConfig, init=False):
@@ -121,8 +120,7 @@ class MixtralConfig(DecoderConfig):
     model_type = "mixtral"
     rows = rows(
         Window(),
-        Field("num_local_experts", "n_experts"),
-        Field("num_experts_per_tok", "n_chosen"),
+        *Fields(n_experts="num_local_experts", n_chosen="num_experts_per_tok"),
         Only("router_jitter_noise", 0.0, is_written=False),
     )
     aliases = MappingProxyType({"num_experts": "num_local_experts"})

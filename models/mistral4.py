@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from ._kinds import COUNT
 from .decoder import LATENT, LATENT_NAMES, PART_OF_LARGER, ROUTED, Decoder, DecoderConfig, Experts, Names, expert_names, rows
-from .hf import Field, Only, published
+from .hf import Field, Fields, Fixed, Only, published
 from .mistral import GrowingRope
 from .nn import YarnScaling
 
@@ -39,12 +39,9 @@ class Mistral4Config(DecoderConfig):
             share=lambda known: known["shared_rotary_size"] / (known["plain_size"] + known["shared_rotary_size"]),
         ),
         Field("first_k_dense_replace", "n_dense", COUNT),
-        Field("norm_topk_prob", "renormalize"),
-        Field("rope_interleave", "is_interleaved"),
-        Field("attention_bias"),
+        *Fields(renormalize="norm_topk_prob", is_interleaved="rope_interleave", attention_bias="attention_bias"),
         Only("head_dim", lambda known: (known["plain_size"] + known["shared_rotary_size"], None), is_written=False),
-        Only("n_group", 1),
-        Only("topk_group", 1),
+        *Fixed(n_group=1, topk_group=1),
         Only("model_type", "mistral4", is_written=False),  # the text model may be of another type
         without=("n_kv_heads", "head_size"),
     )

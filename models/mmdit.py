@@ -29,6 +29,7 @@ from .diffusion import TimeEmbedding, diffusers, sinusoids
 from .hf import (
     ConfigReader,
     Field,
+    Fields,
     FolderConfig,
     Only,
     Pretrained,
@@ -132,10 +133,8 @@ class MMDiTConfig(FolderConfig):
         Field("out_channels", default=16, null=lambda known: known["in_channels"]),
         Field("patch_size"),
         Field("num_layers", "n_layers", via=ConfigReader.layers),
-        Field("num_attention_heads", "n_heads"),
-        Field("attention_head_dim", "head_size"),
-        Field("joint_attention_dim", "context_size"),
-        Field("pooled_projection_dim", "pooled_size"),
+        *Fields(n_heads="num_attention_heads", head_size="attention_head_dim", context_size="joint_attention_dim"),
+        *Fields(pooled_size="pooled_projection_dim"),
         Only(
             "caption_projection_dim",
             lambda known: [known["n_heads"] * known["head_size"]],
@@ -344,7 +343,6 @@ class MMDiT(Pretrained):
 
     @classmethod
     def weight_map(cls, config: MMDiTConfig) -> WeightMap:
-        """Maps the tensors of an `SD3Transformer2DModel` folder to the tree's leaves."""
         leaves, d = leaves_of(cls, config), config.d_model
         tensors: list[StoredTensor] = [
             *stored(_OUTSIDE, leaves),

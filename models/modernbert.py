@@ -13,7 +13,7 @@ from redeqx.errors import wrong
 
 from ._kinds import OBJECT, POSITIVE, RATE, SIZE, TEXT
 from .encoder import Encoder, EncoderConfig, MaskedLM, Names, SequenceClassifier, TokenClassifier, rows
-from .hf import ConfigReader, Field, Only, Row, published
+from .hf import ConfigReader, Field, Fields, Only, Row, published
 from .nn import check_rates
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
@@ -139,17 +139,11 @@ class ModernBertConfig(EncoderConfig):
         ),
         # transformers also takes half the width under this name.
         Only("sliding_window", lambda known: (known["window"],), is_written=False),
-        Field("attention_bias"),
-        Field("mlp_bias"),
-        Field("norm_bias"),
-        Field("norm_eps", "layer_norm_eps"),
-        Field("embedding_dropout", "dropout", RATE),
-        Field("attention_dropout", kind=RATE),
-        Field("mlp_dropout", kind=RATE),
+        *Fields(attention_bias="attention_bias", mlp_bias="mlp_bias", norm_bias="norm_bias", layer_norm_eps="norm_eps"),
+        *Fields(RATE, dropout="embedding_dropout", attention_dropout="attention_dropout", mlp_dropout="mlp_dropout"),
         Only("classifier_pooling", "cls", "mean", name="pooling"),
         Field("classifier_activation", "head_activation", TEXT),
-        Field("classifier_bias", "head_bias"),
-        Field("decoder_bias", "logits_bias"),
+        *Fields(head_bias="classifier_bias", logits_bias="decoder_bias"),
         without=("n_token_types",),
     )
 
@@ -165,17 +159,9 @@ class ModernBertConfig(EncoderConfig):
         has = _usual(self.n_layers) if self.windowed_layers is None else self.windowed_layers
         return tuple(i in has for i in range(self.n_layers))
 
-    @property
-    def block_dropouts(self) -> tuple[float, float, float]:
-        """The dropout rates of the attention's output, inside the MLP, and of its output."""
-        return self.attention_dropout, self.mlp_dropout, 0.0
-
+    block_dropouts = property(lambda config: (config.attention_dropout, config.mlp_dropout, 0.0))
     masked_activation = property(lambda config: config.head_activation)
-
-    @property
-    def output_std(self) -> float:
-        """The standard deviation of the initial weights of layers that add to the residual stream, and of heads."""
-        return self.init_std * (2 * self.n_layers) ** -0.5
+    output_std = property(lambda config: config.init_std * (2 * config.n_layers) ** -0.5)  # that of heads, too
 
     sizes = published({"base": {}, "large": {"d_model": 1024, "d_ff": 2624, "n_layers": 28, "n_heads": 16}})
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ._kinds import OBJECT, POSITIVE, RATE
 from .decoder import Decoder, DecoderConfig, Names, Shared, rows
-from .hf import ConfigReader, Field, Only, published
+from .hf import ConfigReader, Field, Fields, Fixed, published
 
 
 class _Attention(Shared):
@@ -60,15 +60,11 @@ class MptConfig(DecoderConfig):
     model_type = "mpt"
     architecture = "MptForCausalLM"
     rows = rows(
-        Field("max_seq_len", "n_positions"),
-        Field("d_model"),
+        *Fields(n_positions="max_seq_len", d_model="d_model"),
         Field("n_layers", via=ConfigReader.layers),
-        Field("n_heads"),
-        Field("layer_norm_epsilon", "norm_eps"),
+        *Fields(n_heads="n_heads", norm_eps="layer_norm_epsilon"),
         _Attention("attn_config", "attention_dropout", "residual_dropout"),
-        Only("expansion_ratio", 4),
-        Only("no_bias", True),
-        Only("logit_scale", None),
+        *Fixed(expansion_ratio=4, no_bias=True, logit_scale=None),
         without=("d_mlp", "n_kv_heads", "head_size", "rope_theta", "activation"),
     )
     aliases = MappingProxyType({"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"})

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from .decoder import Decoder, Names, expert_names, rows
-from .hf import Field, Only, published
+from .hf import Fields, Only, published
 from .olmo import Olmo2Config
 
 
@@ -25,10 +25,8 @@ class OlmoeConfig(Olmo2Config):
 
     model_type = "olmoe"
     rows = rows(
-        Field("attention_bias"),
-        Field("num_experts", "n_experts"),
-        Field("num_experts_per_tok", "n_chosen"),
-        Field("norm_topk_prob", "renormalize"),
+        *Fields(attention_bias="attention_bias", n_experts="num_experts", n_chosen="num_experts_per_tok"),
+        *Fields(renormalize="norm_topk_prob"),
         Only("clip_qkv", None),
         without=("head_size",),
     )
@@ -54,14 +52,11 @@ class FlexOlmoConfig(OlmoeConfig):
 
     model_type = "flex_olmo"
     rows = rows(
-        Field("attention_bias"),
-        Field("num_experts", "n_experts"),
-        Field("num_experts_per_tok", "n_chosen"),
-        Field("norm_topk_prob", "renormalize"),
+        *Fields(attention_bias="attention_bias", n_experts="num_experts", n_chosen="num_experts_per_tok"),
+        *Fields(renormalize="norm_topk_prob"),
     )
     aliases = MappingProxyType({"num_local_experts": "num_experts"})
     names = Names({**Olmo2Config.names.block, **expert_names()})
-    sizes = published({})
 
 
 class FlexOlmo(Decoder, config=FlexOlmoConfig, init=False):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ._kinds import RATE
 from .decoder import Decoder, DecoderConfig, GPTConfig, Names, Rope, Window, rows
-from .hf import Field, Only, published
+from .hf import Field, Fixed, published
 
 _RESIDUAL = Field("resid_pdrop", "residual_dropout", RATE)
 
@@ -30,8 +30,7 @@ class PhiConfig(GPTConfig):
         Rope(has_share=True),
         Field("embd_pdrop", "embedding_dropout", RATE),
         _RESIDUAL,
-        Only("qk_layernorm", False),
-        Only("tie_word_embeddings", False),
+        *Fixed(qk_layernorm=False, tie_word_embeddings=False),
         without=("is_tied", "head_size"),
     )
     names = Names(

@@ -10,7 +10,7 @@ from typing import Any
 
 from ._kinds import POSITIVE
 from .decoder import Decoder, Rope, Window, rows
-from .hf import ConfigReader, Field, Only, published
+from .hf import ConfigReader, Field, Fields, Only, published
 from .mistral import MixtralConfig
 from .nn import LongScaling
 
@@ -51,9 +51,7 @@ class PhimoeConfig(MixtralConfig):
     rows = rows(
         _Rope(kinds=("default", "longrope")),
         Window(),
-        Field("attention_bias"),
-        Field("lm_head_bias", "head_bias"),
-        Field("num_local_experts", "n_experts"),
+        *Fields(attention_bias="attention_bias", head_bias="lm_head_bias", n_experts="num_local_experts"),
         Only("num_experts_per_tok", 2),
         Field("router_jitter_noise", "router_jitter"),
     )

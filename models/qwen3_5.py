@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from .decoder import DELTA, DELTA_NAMES, Decoder, Names, Rope, expert_names, rows
-from .hf import Field, Only, published
+from .hf import Field, Fields, Only, published
 from .qwen import Qwen3Config
 
 _BLOCK = {
@@ -78,10 +78,8 @@ class Qwen3_5MoeConfig(Qwen3_5Config):
     model_type = "qwen3_5_moe_text"
     rows = rows(
         *_ROWS,
-        Field("moe_intermediate_size", "d_expert"),
-        Field("shared_expert_intermediate_size", "d_shared"),
-        Field("num_experts", "n_experts"),
-        Field("num_experts_per_tok", "n_chosen"),
+        *Fields(d_expert="moe_intermediate_size", d_shared="shared_expert_intermediate_size", n_experts="num_experts"),
+        *Fields(n_chosen="num_experts_per_tok"),
         without=("d_mlp",),
     )
     aliases = MappingProxyType({"num_local_experts": "num_experts"})

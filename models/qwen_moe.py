@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from .decoder import EXPERTS, Decoder, Names, expert_names, rows
-from .hf import Field, Only, published
+from .hf import Field, Fields, Only, published
 from .qwen import Qwen2Config, Qwen3Config
 
 _EXPERTS = (*EXPERTS, Only("use_sliding_window", False))
@@ -24,8 +24,7 @@ class Qwen2MoeConfig(Qwen2Config):
 
     model_type = "qwen2_moe"
     rows = rows(
-        Field("shared_expert_intermediate_size", "d_shared"),
-        Field("qkv_bias", "attention_bias"),
+        *Fields(d_shared="shared_expert_intermediate_size", attention_bias="qkv_bias"),
         *_EXPERTS,
         Only("layer_types", lambda known: (None, ["full_attention"] * known["n_layers"]), is_written=False),
         without=("head_size",),

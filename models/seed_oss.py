@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ._kinds import RATE
 from .decoder import Decoder, DecoderConfig, rows
-from .hf import Field, published
+from .hf import Field, Fields, published
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,7 @@ class SeedOssConfig(DecoderConfig):
 
     model_type = "seed_oss"
     rows = rows(
-        Field("attention_bias"),
-        Field("attention_out_bias", "output_bias"),
-        Field("mlp_bias"),
+        *Fields(attention_bias="attention_bias", output_bias="attention_out_bias", mlp_bias="mlp_bias"),
         Field("residual_dropout", kind=RATE),
     )
     sizes = published({"36b": {"d_model": 5120, "rope_theta": 10000000.0}})

@@ -140,7 +140,6 @@ class Dense(Pretrained):
 
     @staticmethod
     def weight_map(config: DenseConfig) -> WeightMap:
-        """Maps the tensors of the folder to the tree's leaves."""
         return WeightMap(tensors=same_layer("linear", "linear", use_bias=config.use_bias))
 
 

@@ -110,11 +110,7 @@ class SiglipVisionConfig(VisionConfig):
     rows = (*PATCHES, *TRANSFORMER, Field("vision_use_head", "has_pooler"))
     block_stds = property(_block_stds)
 
-    @property
-    def stds(self) -> tuple[float, float, float]:
-        """See `VisionConfig`."""
-        d = self.d_model
-        return (self.n_channels * self.patch_size**2) ** -0.5, d**-0.5, d**-0.5
+    stds = property(lambda c: ((c.n_channels * c.patch_size**2) ** -0.5, c.d_model**-0.5, c.d_model**-0.5))
 
 
 _LARGE: dict[str, Any] = {"d_model": 1024, "d_ff": 4096, "n_layers": 24, "n_heads": 16}

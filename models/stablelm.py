@@ -6,7 +6,7 @@ Source: *Stable LM 2 1.6B Technical Report* (arXiv:2402.17834).
 from dataclasses import dataclass
 
 from .decoder import Decoder, DecoderConfig, Rope, rows
-from .hf import Field, Only, published
+from .hf import Fields, Fixed, Only, published
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,10 @@ class StableLmConfig(DecoderConfig):
     model_type = "stablelm"
     rows = rows(
         Rope(has_share=True),
-        Field("layer_norm_eps", "norm_eps"),
-        Field("use_qkv_bias", "attention_bias"),
+        *Fields(norm_eps="layer_norm_eps", attention_bias="use_qkv_bias"),
         # transformers applies it to the output of the MLP only.
         Only("hidden_dropout", 0.0, name="residual_dropout"),
-        Only("use_parallel_residual", False),
-        Only("qk_layernorm", False),
+        *Fixed(use_parallel_residual=False, qk_layernorm=False),
         without=("head_size",),
     )
     sizes = published(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ._kinds import RATE
 from .decoder import Decoder, GPTConfig, Names, Shared, Window, rows
-from .hf import Field, published
+from .hf import Field, Fields, published
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,7 @@ class Starcoder2Config(GPTConfig):
     model_type = "starcoder2"
     rows = rows(
         Field("norm_epsilon", "norm_eps"),
-        Field("embedding_dropout", kind=RATE),
-        Field("residual_dropout", kind=RATE),
+        *Fields(RATE, embedding_dropout="embedding_dropout", residual_dropout="residual_dropout"),
         Shared("use_bias", "attention_bias", "mlp_bias"),
         Window(),
         without=("head_size",),

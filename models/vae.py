@@ -23,10 +23,12 @@ from redeqx._rounding import at_least_float32
 
 from ._kinds import NUMBER, POSITIVE
 from .diffusion import Resnet, apply, attention, check_groups, diffusers, mirrored, size_of_sample, sizes_of_blocks, upsample
-from .hf import ConfigReader, Field, FolderConfig, Only, Pretrained, Row, WeightMap, published
+from .hf import ConfigReader, Field, Fields, Fixed, FolderConfig, Only, Pretrained, Row, WeightMap, published, shapes_of
 from .nn import Attention, check_sizes
 
 _EPS = 1e-6  # added to the variance in all norms here
+# The names in folders from before diffusers 0.17, including those of Stable Diffusion.
+_OLD = (("query", "to_q"), ("key", "to_k"), ("value", "to_v"), ("proj_attn", "to_out.0"))
 
 
 def _block_types(key: str, kind: str) -> Row:
@@ -106,9 +108,7 @@ class VAEConfig(FolderConfig):
     rows = (
         *diffusers("AutoencoderKL"),
         Only("act_fn", "silu", "swish"),  # two names for the same function
-        Field("in_channels"),
-        Field("out_channels"),
-        Field("latent_channels"),
+        *Fields(in_channels="in_channels", out_channels="out_channels", latent_channels="latent_channels"),
         Field("block_out_channels", "block_channels", via=sizes_of_blocks),
         _block_types("down_block_types", "DownEncoderBlock2D"),
         _block_types("up_block_types", "UpDecoderBlock2D"),
@@ -116,11 +116,9 @@ class VAEConfig(FolderConfig):
         Field("norm_num_groups", "norm_groups"),
         Field("scaling_factor", kind=POSITIVE),
         Field("shift_factor", kind=NUMBER),
-        Only("latents_mean", None, is_written=False),
-        Only("latents_std", None, is_written=False),
-        Field("mid_block_add_attention", "has_mid_attention"),
-        Field("use_quant_conv", "has_quant_conv"),
-        Field("use_post_quant_conv", "has_post_quant_conv"),
+        *Fixed(is_written=False, latents_mean=None, latents_std=None),
+        *Fields(has_mid_attention="mid_block_add_attention", has_quant_conv="use_quant_conv"),
+        *Fields(has_post_quant_conv="use_post_quant_conv"),
         Field("sample_size", via=size_of_sample),
         Field("force_upcast", "needs_float32"),
     )
@@ -348,16 +346,7 @@ class VAE(Pretrained):
             return self.decoder(latents if self.post_quant_conv is None else self.post_quant_conv(latents))
 
     @staticmethod
+    @functools.cache
     def weight_map(config: VAEConfig) -> WeightMap:
-        """Maps the tensors of an `AutoencoderKL` folder to the tree's leaves."""
-        return _weight_map(config)
-
-
-# The names in folders from before diffusers 0.17, including those of Stable Diffusion.
-_OLD = (("query", "to_q"), ("key", "to_k"), ("value", "to_v"), ("proj_attn", "to_out.0"))
-
-
-@functools.cache
-def _weight_map(config: VAEConfig) -> WeightMap:
-    shapes = eqx.filter_eval_shape(VAE, config, key=jax.eval_shape(lambda: jax.random.key(0)))
-    return WeightMap(mirrored(shapes), aliases=tuple((rf"(attentions\.\d+)\.{old}\.", rf"\1.{new}.") for old, new in _OLD))
+        aliases = tuple((rf"(attentions\.\d+)\.{old}\.", rf"\1.{new}.") for old, new in _OLD)
+        return WeightMap(mirrored(shapes_of(VAE, config)), aliases=aliases)

@@ -94,7 +94,6 @@ class VisionEncoderDecoderConfig(FolderConfig):
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """Returns the `config.json` that describes this config."""
         return {
             "model_type": "vision-encoder-decoder",
             "is_encoder_decoder": True,
@@ -190,7 +189,6 @@ class VisionEncoderDecoder(EncoderDecoder, Pretrained):
         return map_named(lambda name, leaf: leaves.get(name, leaf), eqx.filter_eval_shape(cls, config, key=key))
 
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
-        """Returns the logits of the next tokens, from hidden states."""
         return self.decoder.logits(hidden)
 
     def encode(
@@ -237,7 +235,6 @@ class VisionEncoderDecoder(EncoderDecoder, Pretrained):
 
     @staticmethod
     def weight_map(config: VisionEncoderDecoderConfig) -> WeightMap:
-        """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         encoder, decoder = ViT.weight_map(config.encoder), GPT2.weight_map(config.decoder)
         projection = [] if config.encoder.d_model == config.decoder.d_model else ["projection"]
         return WeightMap(

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from redeqx.errors import wrong
 
-from ..hf import Pretrained, StoredTensor, WeightMap, within
+from ..hf import Pretrained, StoredTensor, WeightMap, shapes_of, within
 from ..nn import linear, normal_linear
 from ._config import DecoderConfig
 from ._model import FAMILIES, Decoder
@@ -81,10 +81,8 @@ class _Classifier(Pretrained):
 
     @classmethod
     def weight_map(cls, config: Any) -> WeightMap:
-        """Maps the tensors of a Hugging Face folder to the tree's leaves."""
-        shapes = eqx.filter_eval_shape(cls, config, key=jax.eval_shape(lambda: jax.random.key(0)))
         names = config.disk_names()
-        decoder = names.weight_map(shapes.decoder, config)
+        decoder = names.weight_map(shapes_of(cls, config).decoder, config)
         score = names.token_score if cls.score_bias else names.score
         ends = ("weight", "bias") if cls.score_bias else ("weight",)
         head = [StoredTensor(f"{score}.{end}", (f"score.{end}",)) for end in ends]

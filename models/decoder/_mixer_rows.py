@@ -9,7 +9,7 @@ from typing import Any
 from redeqx.errors import wrong
 
 from .._kinds import LIST, SIZE
-from ..hf import ConfigReader, Field, Only, Row
+from ..hf import ConfigReader, Field, Fields, Only, Row
 from ._steps import InitialSteps
 
 # Older names of the kinds of layers.
@@ -54,11 +54,8 @@ def _every_other(reader: ConfigReader, known: Mapping[str, Any]) -> Sequence[int
 
 DELTA: tuple[Row, ...] = (
     MixerLayers("linear_attention", _every_other),
-    Field("linear_num_key_heads", "state_groups"),
-    Field("linear_num_value_heads", "state_heads"),
-    Field("linear_key_head_dim", "state_size"),
-    Field("linear_value_head_dim", "state_value_size"),
-    Field("linear_conv_kernel_dim", "conv_kernel"),
+    *Fields(state_groups="linear_num_key_heads", state_heads="linear_num_value_heads", state_size="linear_key_head_dim"),
+    *Fields(state_value_size="linear_value_head_dim", conv_kernel="linear_conv_kernel_dim"),
 )
 
 
@@ -241,10 +238,8 @@ def mamba_rows(width: tuple[str, int] | None = None) -> tuple[Row, ...]:
     - `width`: the key of the common width of its heads, if it has one, and its default.
     """
     return (
-        Field("mamba_n_groups", "state_groups"),
-        Field("mamba_d_state", "state_size"),
-        Field("mamba_d_conv", "conv_kernel"),
-        Field("mamba_conv_bias", "conv_bias"),
+        *Fields(state_groups="mamba_n_groups", state_size="mamba_d_state", conv_kernel="mamba_d_conv"),
+        *Fields(conv_bias="mamba_conv_bias"),
         Only("mamba_proj_bias", False),
         StateHeads(width=width),
         StepLimits(),

@@ -11,7 +11,7 @@ from typing import Any
 from redeqx.errors import wrong
 
 from .._kinds import COUNT, LIST, POSITIVE, RATE, SIZE, TEXT, Kind
-from ..hf import Classes, ConfigReader, Field, Only, Row, Tokens, Written
+from ..hf import Classes, ConfigReader, Field, Fields, Only, Row, Tokens, Written
 from ..nn import DynamicScaling
 from ._rope import Rope
 
@@ -101,31 +101,23 @@ class _Head(Row):
 LATENT: tuple[Row, ...] = (
     Field("kv_lora_rank", "latent_size"),
     Field("q_lora_rank", "query_latent_size", SIZE, null=None),
-    Field("qk_nope_head_dim", "plain_size"),
-    Field("qk_rope_head_dim", "shared_rotary_size"),
-    Field("v_head_dim", "value_size"),
+    *Fields(plain_size="qk_nope_head_dim", shared_rotary_size="qk_rope_head_dim", value_size="v_head_dim"),
     Only("num_key_value_heads", lambda known: (known["n_heads"], None), save=lambda config: config.n_heads),
 )
 ROUTED: tuple[Row, ...] = (
-    Field("moe_intermediate_size", "d_expert"),
-    Field("n_routed_experts", "n_experts"),
-    Field("num_experts_per_tok", "n_chosen"),
+    *Fields(d_expert="moe_intermediate_size", n_experts="n_routed_experts", n_chosen="num_experts_per_tok"),
     SharedExperts(),
     Field("routed_scaling_factor", "router_scale"),
 )
 EXPERTS: tuple[Row, ...] = (  # in Qwen's names
-    Field("moe_intermediate_size", "d_expert"),
-    Field("num_experts", "n_experts"),
-    Field("num_experts_per_tok", "n_chosen"),
-    Field("norm_topk_prob", "renormalize"),
+    *Fields(d_expert="moe_intermediate_size", n_experts="num_experts", n_chosen="num_experts_per_tok"),
+    *Fields(renormalize="norm_topk_prob"),
     Only("decoder_sparse_step", 1),
     FirstLayers(),
 )
 GROUPED: tuple[Row, ...] = (
     *ROUTED,
-    Field("n_group", "n_expert_groups"),
-    Field("topk_group", "n_chosen_groups"),
-    Field("norm_topk_prob", "renormalize"),
+    *Fields(n_expert_groups="n_group", n_chosen_groups="topk_group", renormalize="norm_topk_prob"),
 )
 
 
@@ -153,14 +145,11 @@ def LogitScale(key: str, default: float = 1.0) -> Field:
 # The keys of GPT-2 that GPT-J has too, and alternative names of them.
 GPT_ROWS: tuple[Row, ...] = (
     Field("activation_function", "activation", TEXT),
-    Field("n_positions"),
-    Field("n_embd", "d_model"),
+    *Fields(n_positions="n_positions", d_model="n_embd"),
     Inner("n_inner"),
     Field("n_layer", "n_layers", via=ConfigReader.layers),
     Field("n_head", "n_heads"),
-    Field("embd_pdrop", "embedding_dropout", RATE),
-    Field("attn_pdrop", "attention_dropout", RATE),
-    Field("resid_pdrop", "residual_dropout", RATE),
+    *Fields(RATE, embedding_dropout="embd_pdrop", attention_dropout="attn_pdrop", residual_dropout="resid_pdrop"),
     Field("layer_norm_epsilon", "norm_eps"),
 )
 GPT_ALIASES: Mapping[str, str] = MappingProxyType(
@@ -243,8 +232,7 @@ ROWS: tuple[Row, ...] = (
     Written("model_type", lambda config: config.model_type),
     Field("vocab_size"),
     Field("max_position_embeddings", "n_positions", save=_n_positions),
-    Field("hidden_size", "d_model"),
-    Field("intermediate_size", "d_mlp"),
+    *Fields(d_model="hidden_size", d_mlp="intermediate_size"),
     Field("num_hidden_layers", "n_layers", via=ConfigReader.layers),
     Field("num_attention_heads", "n_heads"),
     Field("num_key_value_heads", "n_kv_heads", SIZE, null=None, save=lambda config: config.groups),

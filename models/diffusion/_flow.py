@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from redeqx.errors import wrong
 
 from .._kinds import NUMBER, POSITIVE
-from ..hf import Field, Only
+from ..hf import Field, Fields, Fixed, Only
 from ..nn import check_choice, check_sizes
-from ._scheduler import Scheduler, Step
+from ._scheduler import Sample, Scheduler, Step
 
 _SHIFTS = ("exponential", "linear")
 
@@ -71,26 +71,18 @@ class FlowMatchEuler(Scheduler):
         *Scheduler.rows,
         Field("shift", kind=POSITIVE),
         Field("use_dynamic_shifting", "is_dynamic"),
-        Field("base_shift", kind=NUMBER),
-        Field("max_shift", kind=NUMBER),
-        Field("base_image_seq_len", "base_patches"),
-        Field("max_image_seq_len", "max_patches"),
+        *Fields(NUMBER, base_shift="base_shift", max_shift="max_shift"),
+        *Fields(base_patches="base_image_seq_len", max_patches="max_image_seq_len"),
         Only("time_shift_type", *_SHIFTS, name="shift_kind"),
-        Only("shift_terminal", None),
-        Only("invert_sigmas", False),
-        Only("stochastic_sampling", False),
+        *Fixed(shift_terminal=None, invert_sigmas=False, stochastic_sampling=False),
         *(Only(f"use_{kind}_sigmas", False, None) for kind in ("karras", "exponential", "beta")),
     )
 
-    def add_noise(
-        self, sample: Float[Array, "*shape"], noise: Float[Array, "*shape"], timestep: Step
-    ) -> Float[Array, "*shape"]:
+    def add_noise(self, sample: Sample, noise: Sample, timestep: Step) -> Sample:
         level = self._level(timestep)
         return ((1 - level) * sample + level * noise).astype(sample.dtype)
 
-    def target(
-        self, sample: Float[Array, "*shape"], noise: Float[Array, "*shape"], timestep: Step
-    ) -> Float[Array, "*shape"]:
+    def target(self, sample: Sample, noise: Sample, timestep: Step) -> Sample:
         del timestep
         return noise - sample
 

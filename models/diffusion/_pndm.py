@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Num
 
 from redeqx.errors import wrong
 
 from ..hf import Field, Only
-from ._scheduler import Step
+from ._scheduler import Sample, Step
 from ._schedulers import DDIM, BetaScheduler
 
 # The weights of a prediction and of the three before it, by the number of calls of the model before: those of Adams and
@@ -63,18 +63,12 @@ class PNDM(DDIM):
         steps = super().timesteps(n_steps)
         return jnp.concatenate([steps[:2], steps[1:]])
 
-    def memory(self, sample: Float[Array, "*shape"]) -> Any:
+    def memory(self, sample: Sample) -> Any:
         return jnp.int32(0), jnp.zeros((3, *sample.shape)), sample
 
     def recall(
-        self,
-        memory: Any,
-        model_output: Float[Array, "*shape"],
-        timestep: Step,
-        sample: Float[Array, "*shape"],
-        *,
-        n_steps: int,
-    ) -> tuple[Any, tuple[Float[Array, "*shape"], Step, Float[Array, "*shape"]]]:
+        self, memory: Any, model_output: Sample, timestep: Step, sample: Sample, *, n_steps: int
+    ) -> tuple[Any, tuple[Sample, Step, Sample]]:
         n_calls, last, first_sample = memory
         recent = jnp.concatenate([model_output[None].astype(last.dtype), last])
         combined = jnp.tensordot(jnp.asarray(_WEIGHTS)[jnp.minimum(n_calls, 4)], recent, 1)

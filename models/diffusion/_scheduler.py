@@ -31,6 +31,7 @@ _STEPS = Kind(int, "a whole number from 1 to 1000000", lambda n: 1 <= n <= 10**6
 
 Self = TypeVar("Self", bound="Scheduler")
 Step = Num[Array, ""] | int | float
+Sample = Float[Array, "*shape"]  # also noise, and what a model predicts: of the shape of a sample
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,7 @@ class Scheduler(FolderConfig):
 
     # --- noise --------------------------------------------------------------------------------------------------------
 
-    def add_noise(
-        self, sample: Float[Array, "*shape"], noise: Float[Array, "*shape"], timestep: Step
-    ) -> Float[Array, "*shape"]:
+    def add_noise(self, sample: Sample, noise: Sample, timestep: Step) -> Sample:
         """Adds noise to `sample` up to the noise level of `timestep`.
 
         **Arguments:**
@@ -86,9 +85,7 @@ class Scheduler(FolderConfig):
         """
         raise NotImplementedError
 
-    def target(
-        self, sample: Float[Array, "*shape"], noise: Float[Array, "*shape"], timestep: Step
-    ) -> Float[Array, "*shape"]:
+    def target(self, sample: Sample, noise: Sample, timestep: Step) -> Sample:
         """Returns what a model should predict, for the same arguments as `add_noise`."""
         raise NotImplementedError
 
@@ -105,38 +102,32 @@ class Scheduler(FolderConfig):
         """
         raise NotImplementedError
 
-    def begin(self, noise: Float[Array, "*shape"], n_steps: int) -> Float[Array, "*shape"]:
+    def begin(self, noise: Sample, n_steps: int) -> Sample:
         """Returns the sample with which denoising begins, from standard normal noise: by default the noise itself."""
         del n_steps
         return noise
 
-    def memory(self, sample: Float[Array, "*shape"]) -> Any:
+    def memory(self, sample: Sample) -> Any:
         """Returns what a denoising that begins with `sample` remembers before its first step: by default nothing, None."""
         del sample
         return None
 
     def recall(
-        self,
-        memory: Any,
-        model_output: Float[Array, "*shape"],
-        timestep: Step,
-        sample: Float[Array, "*shape"],
-        *,
-        n_steps: int,
-    ) -> tuple[Any, tuple[Float[Array, "*shape"], Step, Float[Array, "*shape"]]]:
+        self, memory: Any, model_output: Sample, timestep: Step, sample: Sample, *, n_steps: int
+    ) -> tuple[Any, tuple[Sample, Step, Sample]]:
         """Returns the memory after a call of the model, and what `step` gets in place of its first arguments."""
         del n_steps
         return memory, (model_output, timestep, sample)
 
     def step(
         self,
-        model_output: Float[Array, "*shape"],
+        model_output: Sample,
         timestep: Step,
-        sample: Float[Array, "*shape"],
+        sample: Sample,
         *,
         n_steps: int | None = None,
         key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "*shape"]:
+    ) -> Sample:
         """Removes the noise of one step from a sample. It may be jitted, with `timestep` traced.
 
         **Arguments:**
@@ -157,9 +148,7 @@ class Scheduler(FolderConfig):
             raise wrong("key", "one, since this step draws noise", "None", "Pass `key=jax.random.key(...)`.")
         return (mean + std * jax.random.normal(key, x.shape)).astype(sample.dtype)
 
-    def _step(
-        self, model_output: Float[Array, "*shape"], timestep: Step, sample: Float[Array, "*shape"], n_steps: int
-    ) -> tuple[Float[Array, "*shape"], Float[Array, ""] | None]:
+    def _step(self, model_output: Sample, timestep: Step, sample: Sample, n_steps: int) -> tuple[Sample, Array | None]:
         """Returns the mean and standard deviation of the next sample. The latter is None if no noise is drawn."""
         raise NotImplementedError
 
@@ -174,11 +163,11 @@ class Scheduler(FolderConfig):
 def denoise(
     scheduler: Scheduler,
     model_fn: Callable[[Array, Array], Array],
-    sample: Float[Array, "*shape"],
+    sample: Sample,
     n_steps: int,
     *,
     key: PRNGKeyArray | None = None,
-) -> Float[Array, "*shape"]:
+) -> Sample:
     """Denoises a sample, or a batch of them, in `n_steps`, with one `jax.lax.scan`.
 
     ```python
@@ -221,7 +210,7 @@ def guided(
 
 
 def denoising_loss(
-    scheduler: Scheduler, model_fn: Callable[[Array, Array], Array], sample: Float[Array, "*shape"], key: PRNGKeyArray
+    scheduler: Scheduler, model_fn: Callable[[Array, Array], Array], sample: Sample, key: PRNGKeyArray
 ) -> Float[Array, ""]:
     """Returns the mean squared error of a model's prediction from one sample, with the noise of a random timestep.
 

@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Num
 from redeqx.errors import wrong
 
 from .._kinds import COUNT, RATE
-from ..hf import Field, Only
+from ..hf import Field, Fields, Fixed, Only
 from ..nn import check_choice
-from ._scheduler import Scheduler, Step
+from ._scheduler import Sample, Scheduler, Step
 
 _BETAS = ("linear", "scaled_linear", "squaredcos_cap_v2")
 _PREDICTIONS = ("epsilon", "v_prediction", "sample")
@@ -66,8 +66,7 @@ class BetaScheduler(Scheduler):
     rows = (
         *Scheduler.rows,
         Only("trained_betas", None, is_written=False),
-        Field("beta_start", kind=RATE),
-        Field("beta_end", kind=RATE),
+        *Fields(RATE, beta_start="beta_start", beta_end="beta_end"),
         Only("beta_schedule", *_BETAS, name="beta_schedule"),
         Field("rescale_betas_zero_snr", "has_zero_snr"),
         Only("prediction_type", *_PREDICTIONS, name="prediction_type"),
@@ -113,22 +112,16 @@ class BetaScheduler(Scheduler):
     def _alpha(self, timestep: Step) -> Float[Array, ""]:
         return jnp.asarray(self.alphas)[timestep]
 
-    def add_noise(
-        self, sample: Float[Array, "*shape"], noise: Float[Array, "*shape"], timestep: Step
-    ) -> Float[Array, "*shape"]:
+    def add_noise(self, sample: Sample, noise: Sample, timestep: Step) -> Sample:
         alpha = self._alpha(timestep)
         return (jnp.sqrt(alpha) * sample + jnp.sqrt(1 - alpha) * noise).astype(sample.dtype)
 
-    def velocity(
-        self, sample: Float[Array, "*shape"], noise: Float[Array, "*shape"], timestep: Step
-    ) -> Float[Array, "*shape"]:
+    def velocity(self, sample: Sample, noise: Sample, timestep: Step) -> Sample:
         """Returns the target of a model with prediction type "v_prediction", for the same arguments as `add_noise`."""
         alpha = self._alpha(timestep)
         return (jnp.sqrt(alpha) * noise - jnp.sqrt(1 - alpha) * sample).astype(sample.dtype)
 
-    def target(
-        self, sample: Float[Array, "*shape"], noise: Float[Array, "*shape"], timestep: Step
-    ) -> Float[Array, "*shape"]:
+    def target(self, sample: Sample, noise: Sample, timestep: Step) -> Sample:
         if self.prediction_type == "v_prediction":
             return self.velocity(sample, noise, timestep)
         return noise if self.prediction_type == "epsilon" else sample
@@ -167,9 +160,7 @@ class BetaScheduler(Scheduler):
         previous = jnp.where(steps < timestep, steps, -1).max()
         return jnp.where(previous < 0, end, self._alpha(jnp.maximum(previous, 0)))
 
-    def _predict(
-        self, output: Array, alpha: Float[Array, ""], sample: Array
-    ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    def _predict(self, output: Sample, alpha: Float[Array, ""], sample: Sample) -> tuple[Sample, Sample]:
         """Returns the clipped clean sample and the noise, both derived from the model's prediction."""
         kept, added = jnp.sqrt(alpha), jnp.sqrt(1 - alpha)
         if self.prediction_type == "epsilon":
@@ -279,9 +270,7 @@ class Euler(BetaScheduler):
         Only("interpolation_type", "linear"),
         Field("use_karras_sigmas", "has_karras"),
         *(Only(f"use_{kind}_sigmas", False, None) for kind in ("exponential", "beta")),
-        Only("sigma_min", None),
-        Only("sigma_max", None),
-        Only("timestep_type", "discrete"),
+        *Fixed(sigma_min=None, sigma_max=None, timestep_type="discrete"),
         Field(
             "final_sigmas_type",
             "ends_clean",
@@ -326,7 +315,7 @@ class Euler(BetaScheduler):
         i = jnp.argmin(jnp.abs(self.timesteps(n_steps) - timestep))
         return alphas[i], alphas[i + 1]
 
-    def begin(self, noise: Float[Array, "*shape"], n_steps: int) -> Float[Array, "*shape"]:
+    def begin(self, noise: Sample, n_steps: int) -> Sample:
         """Returns the sample with which denoising begins, as in diffusers: the noise itself with "leading" timesteps, else
         the share of noise in the first timestep's samples."""
         if self.timestep_spacing == "leading":

@@ -130,7 +130,6 @@ class OfFamily(Pretrained):
 
     @classmethod
     def weight_map(cls, config: Any) -> WeightMap:
-        """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         return config.names.weight_map(leaves_of(cls, config), config.n_layers, cls.head)
 
 

@@ -4,14 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._kinds import RATE
-from ..hf import BLOCKS, DROPOUT, Classes, Field, ModelType, Only, Row, Tokens
+from ..hf import BLOCKS, DROPOUT, Classes, Field, Fields, Fixed, ModelType, Only, Row, Tokens
 
 ROWS: tuple[Row, ...] = (
     Only("tie_word_embeddings", True),
-    Field("vocab_size"),
-    Field("max_position_embeddings", "n_positions"),
-    Field("type_vocab_size", "n_token_types"),
-    Field("intermediate_size", "d_ff"),
+    *Fields(vocab_size="vocab_size", n_positions="max_position_embeddings", n_token_types="type_vocab_size"),
+    *Fields(d_ff="intermediate_size"),
     *BLOCKS,
     *DROPOUT,
     Classes(),
@@ -21,11 +19,7 @@ ROWS: tuple[Row, ...] = (
     # `config.json` does not describe a pooler (see `Encoder.read_config`).
 )
 # What else BERT and RoBERTa can be in transformers.
-BERT: tuple[Row, ...] = (
-    Only("position_embedding_type", "absolute"),
-    Only("is_decoder", False),
-    Only("add_cross_attention", False),
-)
+BERT: tuple[Row, ...] = (*Fixed(position_embedding_type="absolute", is_decoder=False, add_cross_attention=False),)
 
 
 def rows(model_types: Mapping[str, Mapping[str, Any]], *changed: Row, without: tuple[str, ...] = ()) -> tuple[Row, ...]:

@@ -11,6 +11,8 @@ from ._config import (
     DROPOUT as DROPOUT,
     Classes as Classes,
     Field as Field,
+    Fields as Fields,
+    Fixed as Fixed,
     FolderConfig as FolderConfig,
     ModelType as ModelType,
     Only as Only,
@@ -39,6 +41,7 @@ from ._weight_map import (
     reshaped as reshaped,
     same as same,
     same_layer as same_layer,
+    shapes_of as shapes_of,
     stored as stored,
     within as within,
 )

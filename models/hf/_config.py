@@ -90,6 +90,11 @@ class Field(Row):
         return {self.key: list(value) if isinstance(value, tuple) else value}
 
 
+def Fields(kind: Kind | None = None, **keys: str) -> tuple[Field, ...]:
+    """Returns a row for each of several fields, by its key: `Fields(n_experts="num_experts")`. `kind` is that of all."""
+    return tuple(Field(key, None if key == name else name, kind) for name, key in keys.items())
+
+
 class Only(Row):
     """A key for which only some values are implemented. The first one is written, unless the config has a field for it."""
 
@@ -130,6 +135,11 @@ class Only(Row):
         if self.save is not None:
             return {self.key: self.save(config)}
         return {self.key: self.accepted[0] if self.name is None else getattr(config, self.name)}
+
+
+def Fixed(*, is_written: bool = True, **values: Any) -> tuple[Only, ...]:
+    """Returns a row for each of several keys of which only one value is implemented: `Fixed(use_bias=False)`."""
+    return tuple(Only(key, value, is_written=is_written) for key, value in values.items())
 
 
 @dataclass(frozen=True)
@@ -214,11 +224,12 @@ class FolderConfig:
 
     rows: ClassVar[tuple[Row, ...]] = ()
     aliases: ClassVar[Mapping[str, str]] = {}  # alternative names of keys, which transformers accepts too
-    sizes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # the fields of published models, for `of`
+    sizes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # the fields of published models, for `of`; not inherited
     part: ClassVar[str | None] = None  # the object with this config in the `config.json` of a larger model
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls.sizes = vars(cls).get("sizes", {})
         types = {known.name: known.type for known in fields(cls) if known.name in vars(cls)}  # inherited, and assigned here
         cls.__annotations__ = {**types, **inspect.get_annotations(cls)}  # `dataclass` reads no others
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import equinox as eqx
-import jax
 
 from redeqx import Deployer, Plan
 from redeqx._tree import nearest
@@ -15,7 +14,7 @@ from ._files import CONFIG, companions, read_config, read_generation, type_key, 
 from ._load import load
 from ._packed import read_quantization
 from ._reader import ConfigReader
-from ._weight_map import WeightMap
+from ._weight_map import WeightMap, shapes_of
 
 
 class Pretrained(eqx.Module):
@@ -82,8 +81,7 @@ class Pretrained(eqx.Module):
                 if name not in fields or name == "extra":
                     raise ValueError(f"`{name}`: expected a field of {type(config).__name__}.{nearest(name, fields)}")
             config = replace(config, **changes)
-        shapes = eqx.filter_eval_shape(cls, config, key=jax.eval_shape(lambda: jax.random.key(0)))
-        weight_map, stem = cls.weight_map(config), cls.weights_name
+        shapes, weight_map, stem = shapes_of(cls, config), cls.weight_map(config), cls.weights_name
         options: dict[str, Any] = {"dtype": dtype, "deployer": deployer, "plan": plan, "config_path": folder / CONFIG}
         return load(shapes, weight_map, folder, stem=stem, **options), config
 

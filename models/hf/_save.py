@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +20,7 @@ from redeqx.storage import disk_path, replacing
 from ..generation import GENERATION
 from ._files import CONFIG, replace_json, write_companions
 from ._pretrained import Pretrained
-from ._weight_map import StoredTensor, WeightMap
+from ._weight_map import StoredTensor, WeightMap, shapes_of
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def _check_placed(leaves: Mapping[str, Any], weight_map: WeightMap, what: str) -
 def _check_shapes(model: Any, config: Any) -> None:
     """Raises ValueError if an array's shape is not the one that the config describes, as such a folder could not be
     loaded."""
-    described = named_leaves(eqx.filter_eval_shape(type(model), config, key=jax.eval_shape(lambda: jax.random.key(0))))
+    described = named_leaves(shapes_of(type(model), config))
     for path, leaf in named_leaves(model).items():
         if is_array_like(leaf) and leaf.shape != described[path].shape:
             step = "Pass the config that describes the model: `dataclasses.replace(config, ...)`."
@@ -208,8 +207,7 @@ def to_config(cls: type[Pretrained], config: Any, tensors: Mapping[str, Any]) ->
 
 def _wide_alone(cls: type[Pretrained], config: Any, tensors: Mapping[str, Any], narrow: str) -> bool:
     """Returns whether a model's float32 tensors are those that remain float32 if it is loaded in a narrower dtype."""
-    shapes = eqx.filter_eval_shape(cls, config, key=jax.eval_shape(lambda: jax.random.key(0)))
-    wide = wide_leaves(shapes, narrow)
+    wide = wide_leaves(shapes_of(cls, config), narrow)
     kept = {disk for name in cls.weight_map(config).tensors if wide.issuperset(name.leaves) for disk in name.on_disk}
     return all(disk in kept for disk, tensor in tensors.items() if tensor.dtype == "float32")
 

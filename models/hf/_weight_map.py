@@ -204,7 +204,11 @@ def stored(
     return found
 
 
+def shapes_of(cls: Any, config: Any) -> Any:
+    """Returns a model with shapes in place of its arrays."""
+    return eqx.filter_eval_shape(cls, config, key=jax.eval_shape(lambda: jax.random.key(0)))
+
+
 def leaves_of(cls: Any, config: Any) -> dict[str, Any]:
     """Returns the shapes of a model's arrays, by path."""
-    model = eqx.filter_eval_shape(cls, config, key=jax.eval_shape(lambda: jax.random.key(0)))
-    return {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
+    return {name: leaf for name, leaf in named_leaves(shapes_of(cls, config)).items() if is_array_like(leaf)}

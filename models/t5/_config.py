@@ -7,7 +7,7 @@ from redeqx.errors import wrong
 
 from .._kinds import RATE
 from ..generation import Generation
-from ..hf import ConfigReader, Field, FolderConfig, ModelType, Only, Tokens, published
+from ..hf import ConfigReader, Field, Fields, Fixed, FolderConfig, ModelType, Only, Tokens, published
 from ..nn import check_rates, check_sizes
 
 _MLPS = ("relu", "gated-gelu", "gated-silu")
@@ -145,12 +145,8 @@ class T5Config(FolderConfig):
     sizes = _SIZES
     rows = (
         ModelType(_DEFAULTS),
-        Only("is_decoder", False, is_written=False),
-        Only("is_causal", True, is_written=False),
-        Field("vocab_size"),
-        Field("d_model"),
-        Field("d_kv"),
-        Field("d_ff"),
+        *Fixed(is_written=False, is_decoder=False, is_causal=True),
+        *Fields(vocab_size="vocab_size", d_model="d_model", d_kv="d_kv", d_ff="d_ff"),
         Field("num_layers", "n_layers", via=ConfigReader.layers),
         Field("num_decoder_layers", "n_decoder_layers", via=ConfigReader.layers, default=lambda known: known["n_layers"]),
         Field("num_heads", "n_heads"),
@@ -158,8 +154,7 @@ class T5Config(FolderConfig):
         # transformers derives these two keys from `feed_forward_proj`. If a file has them, they take precedence there.
         Only("dense_act_fn", lambda known: (_activation(known["mlp"]),), is_written=False),
         Only("is_gated_act", lambda known: (known["mlp"].startswith("gated-"),), is_written=False),
-        Field("relative_attention_num_buckets", "n_buckets"),
-        Field("relative_attention_max_distance", "max_distance"),
+        *Fields(n_buckets="relative_attention_num_buckets", max_distance="relative_attention_max_distance"),
         Field("dropout_rate", "dropout", RATE),
         Field("layer_norm_epsilon", "layer_norm_eps"),
         # transformers 4 scales the logits of a tied head. transformers 5 ties by the tensors in the file (see

@@ -230,7 +230,6 @@ class T5(EncoderDecoder, Pretrained):
         self.config = config
 
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
-        """Returns the logits of the next tokens, from hidden states."""
         with jax.named_scope("head"):
             if self.config.is_scaled:
                 hidden = times(hidden, self.config.d_model**-0.5)
@@ -242,7 +241,6 @@ class T5(EncoderDecoder, Pretrained):
 
     @classmethod
     def architecture(cls, config: T5Config) -> str:
-        """Returns the name of the `transformers` class that loads a saved folder."""
         return {"t5": "T5ForConditionalGeneration", "mt5": "MT5ForConditionalGeneration"}[config.model_type]
 
     @classmethod
@@ -326,12 +324,10 @@ class T5Encoder(Pretrained):
 
     @classmethod
     def architecture(cls, config: T5Config) -> str:
-        """Returns the name of the `transformers` class that loads a saved folder."""
         return {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel"}[config.model_type]
 
     @staticmethod
     def weight_map(config: T5Config) -> WeightMap:
-        """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         return WeightMap(
             tensors=[same("shared.weight", "embedding.weight"), *_stack_tensors("encoder", config, is_decoder=False)],
             ignored=("decoder.*", "lm_head.weight"),

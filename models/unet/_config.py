@@ -9,7 +9,7 @@ from redeqx.errors import wrong
 
 from .._kinds import COUNT, LIST, RATE, SIZE
 from ..diffusion import check_groups, diffusers, layers_of_blocks, one_or_many, size_of_sample, sizes_of_blocks
-from ..hf import ConfigReader, Field, FolderConfig, Only, Row, published
+from ..hf import ConfigReader, Field, Fields, FolderConfig, Only, Row, published
 from ..nn import check_rates, check_sizes
 
 # Keys for which only this value is implemented. It is also the value of an absent key.
@@ -192,8 +192,7 @@ class UNetConfig(FolderConfig):
         *diffusers("UNet2DConditionModel"),
         *(Only(key, value, is_written=False) for key, value in _ONLY.items()),
         Only("act_fn", "silu", "swish"),  # two names for the same function
-        Field("in_channels"),
-        Field("out_channels"),
+        *Fields(in_channels="in_channels", out_channels="out_channels"),
         Field("block_out_channels", "block_channels", via=sizes_of_blocks),
         _attention_of_blocks("down_block_types", "down_attention", _DOWN),
         _attention_of_blocks("up_block_types", "up_attention", _UP),
@@ -203,17 +202,10 @@ class UNetConfig(FolderConfig):
         Field("cross_attention_dim", "context_size"),
         Field("only_cross_attention", via=one_or_many),
         _Added(),
-        Field("use_linear_projection"),
-        Field("norm_num_groups", "norm_groups"),
-        Field("norm_eps"),
+        *Fields(use_linear_projection="use_linear_projection", norm_groups="norm_num_groups", norm_eps="norm_eps"),
         Field("dropout", kind=RATE),
         Field("flip_sin_to_cos", "flips_sin_to_cos"),
         Field("freq_shift", kind=COUNT),
-        Field("center_input_sample", "centers_input"),
-        Field("conv_in_kernel"),
-        Field("conv_out_kernel"),
+        *Fields(centers_input="center_input_sample", conv_in_kernel="conv_in_kernel", conv_out_kernel="conv_out_kernel"),
         Field("sample_size", via=size_of_sample),
     )
-
-
-# --- parts ------------------------------------------------------------------------------------------------------------

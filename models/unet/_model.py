@@ -16,7 +16,7 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, Num, PRNGKeyArray
 
 from ..diffusion import Resnet, TimeEmbedding, apply, attention, mirrored, sinusoids, upsample
-from ..hf import Pretrained, WeightMap
+from ..hf import Pretrained, WeightMap, shapes_of
 from ..nn import Attention, Mlp, linear, norm
 from ._config import UNetConfig
 
@@ -343,17 +343,11 @@ class UNet(Pretrained):
         return jnp.concatenate([pooled.astype(dtype), waves.reshape(-1).astype(dtype)])
 
     @staticmethod
+    @functools.cache
     def weight_map(config: UNetConfig) -> WeightMap:
-        """Maps the tensors of a `UNet2DConditionModel` folder to the tree's leaves."""
-        return _weight_map(config)
+        convolutions = r"(?!)" if config.use_linear_projection else r"\.proj_(in|out)\."
+        return WeightMap(mirrored(shapes_of(UNet, config), convolutions=convolutions))
 
 
 def _same_size_conv(in_channels: int, out_channels: int, kernel: int, *, key: PRNGKeyArray) -> eqx.nn.Conv2d:
     return eqx.nn.Conv2d(in_channels, out_channels, kernel, padding=(kernel - 1) // 2, key=key)
-
-
-@functools.cache
-def _weight_map(config: UNetConfig) -> WeightMap:
-    shapes = eqx.filter_eval_shape(UNet, config, key=jax.eval_shape(lambda: jax.random.key(0)))
-    convolutions = r"(?!)" if config.use_linear_projection else r"\.proj_(in|out)\."
-    return WeightMap(mirrored(shapes, convolutions=convolutions))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .._kinds import RATE, SIZE
-from ..hf import BLOCKS, DROPOUT, Classes, ConfigReader, Field, FolderConfig, Row, Written, check_fixed
+from ..hf import BLOCKS, DROPOUT, Classes, ConfigReader, Field, Fields, FolderConfig, Row, Written, check_fixed
 from ..nn import ACTIVATIONS, BlockStds, check_choice, check_heads, check_patches, check_rates, check_sizes
 
 # Fields that are not in `config.json`.
@@ -34,13 +34,11 @@ VIT: tuple[Row, ...] = (
     *BLOCKS,
     *DROPOUT,
     Classes(),
-    Field("qkv_bias", "has_qkv_bias"),
-    Field("initializer_range", "init_std"),
+    *Fields(has_qkv_bias="qkv_bias", init_std="initializer_range"),
 )
 TEXTS: tuple[Row, ...] = (
     Written("model_type", lambda config: config.model_type),
-    Field("vocab_size"),
-    Field("max_position_embeddings", "n_positions"),
+    *Fields(vocab_size="vocab_size", n_positions="max_position_embeddings"),
     *TRANSFORMER,
 )
 

@@ -238,7 +238,6 @@ class VisionEncoder(Pretrained):
 
     @classmethod
     def weight_map(cls, config: Any) -> WeightMap:
-        """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         names = config.names
         unwanted = (f"{names.encoder['pooler']}.*",) if "pooler" in names.encoder and not config.has_pooler else ()
         return WeightMap(
@@ -297,7 +296,6 @@ class ImageClassifier(Pretrained):
 
     @classmethod
     def weight_map(cls, config: Any) -> WeightMap:
-        """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         names = config.names
         tensors = within(names.base, "encoder.", names.tensors(leaves_of(cls, config), config.n_layers, "encoder."))
         return WeightMap(tensors=[*tensors, *same_layer("classifier", "classifier")], modules=names.modules)

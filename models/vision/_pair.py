@@ -136,7 +136,6 @@ class Pair(Pretrained):
 
     @classmethod
     def weight_map(cls, config: Any) -> WeightMap:
-        """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         leaves = leaves_of(cls, config)
         parts = {"text": config.text, "vision": config.vision}
         tensors = [

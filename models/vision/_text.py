@@ -220,7 +220,6 @@ class TextEncoder(Pretrained):
 
     @classmethod
     def weight_map(cls, config: Any) -> WeightMap:
-        """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         names = config.names
         return WeightMap(
             tensors=names.tensors(leaves_of(cls, config), config.n_layers),

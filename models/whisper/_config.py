@@ -7,7 +7,7 @@ from typing import Any
 from redeqx.errors import wrong
 
 from ..bart import SIDES, BartConfig
-from ..hf import Field, Only, Tokens, Written, published
+from ..hf import Field, Fields, Fixed, Only, Tokens, Written, published
 from ..nn import check_sizes
 from ._prompt import KEYS
 
@@ -46,14 +46,9 @@ class WhisperConfig(BartConfig):
         Written("model_type", "whisper"),
         Only("is_encoder_decoder", True),
         Only("is_causal", True, is_written=False),
-        Only("tie_word_embeddings", True),
-        Only("scale_embedding", False),
-        Only("apply_spec_augment", False),
-        Field("vocab_size"),
-        Field("num_mel_bins", "n_mels"),
-        Field("max_source_positions", "n_source_positions"),
-        Field("max_target_positions", "n_positions"),
-        Field("d_model"),
+        *Fixed(tie_word_embeddings=True, scale_embedding=False, apply_spec_augment=False),
+        *Fields(vocab_size="vocab_size", n_mels="num_mel_bins", n_source_positions="max_source_positions"),
+        *Fields(n_positions="max_target_positions", d_model="d_model"),
         *SIDES,
         Tokens("decoder_start"),
         Field("init_std"),

@@ -78,7 +78,6 @@ class Whisper(EncoderDecoder, Pretrained):
         self.config = config
 
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
-        """Returns the logits of the next tokens, from hidden states."""
         with jax.named_scope("head"):
             return hidden @ self.embedding.weight.T
 
@@ -157,7 +156,6 @@ class Whisper(EncoderDecoder, Pretrained):
 
     @staticmethod
     def weight_map(config: WhisperConfig) -> WeightMap:
-        """Maps the tensors of a Hugging Face folder to the tree's leaves."""
         d = config.d_model
         convolutions = [
             tensor
