@@ -8,9 +8,8 @@ Dims: source, target = tokens of one example in the encoder and the decoder (seq
 """
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -55,18 +54,13 @@ from .nn import (
     times,
 )
 
+_FORCED = "forced_bos_token_id"
 # Alternative names of keys, which transformers accepts too.
 _ALIASES = {
     "hidden_size": "d_model",
     "num_attention_heads": "encoder_attention_heads",
     "num_hidden_layers": "encoder_layers",
 }
-
-
-def _forced_bos(known: Mapping[str, Any], *, is_forced: bool) -> int | None:
-    """Returns the forced first token: the value of its own key, or `bos_token_id` if an old file only sets a flag for it."""
-    token = known["forced_bos_token_id"]
-    return known["bos_token_id"] if is_forced and token is None else token
 
 
 # The rows of both sides, which Whisper shares.
@@ -166,11 +160,11 @@ class BartConfig(FolderConfig):
         *SIDES,
         Field("scale_embedding", "is_scaled"),
         Tokens("decoder_start", "forced_bos", "forced_eos"),
-        Field(
+        Field(  # a flag of old files, in place of the token itself
             "force_bos_token_to_be_generated",
-            "forced_bos_token_id",
+            _FORCED,
             default=False,
-            load=lambda is_forced, known: _forced_bos(known, is_forced=is_forced),
+            load=lambda is_forced, known: known["bos_token_id" if is_forced and known[_FORCED] is None else _FORCED],
             is_written=False,
         ),
         Field("init_std"),

@@ -3,7 +3,7 @@
 Source: *LFM2 Technical Report* (arXiv:2511.23404).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -30,11 +30,8 @@ class _Inner(Row):
         return {"intermediate_size": config.inner, "block_auto_adjust_ff_dim": False}
 
 
-def _attention(reader: ConfigReader, known: Mapping[str, Any]) -> Sequence[int]:
-    """Returns the indices of the layers with attention in files without `layer_types`."""
-    return reader.get("full_attn_idxs", [*range(known["n_layers"])], LIST)
-
-
+# The indices of the layers with attention are a list in files without `layer_types`.
+_MIXERS = MixerLayers("conv", lambda reader, known: reader.get("full_attn_idxs", [*range(known["n_layers"])], LIST))
 ROWS: tuple[Row, ...] = (Field("norm_eps"), Field("conv_L_cache", "conv_kernel"), Only("conv_bias", False))
 WITHOUT = ("activation", "attention_dropout")  # fields that have no keys
 _NAMES = {
@@ -67,7 +64,7 @@ class Lfm2Config(DecoderConfig):
     pad_token_id = 0
 
     model_type = "lfm2"
-    rows = rows(*ROWS, _Inner(), MixerLayers("conv", _attention), without=WITHOUT)
+    rows = rows(*ROWS, _Inner(), _MIXERS, without=WITHOUT)
     aliases = MappingProxyType({"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"})
     names = Names(_NAMES, norm="model.embedding_norm")
     sizes = published(

@@ -100,8 +100,8 @@ class LlavaConfig(FolderConfig):
         decoder = replace(decoder, **tokens, generation=None)
         reader.only("tie_word_embeddings", *((False, True) if decoder.is_tied else (False,)))
         layers = reader.get("vision_feature_layer", None)
-        layers = -2 if layers is None else layers
-        layers = tuple(INTEGER.check(reader.path, "vision_feature_layer", n) for n in _listed(layers))
+        layers = layers if isinstance(layers, list) else [-2 if layers is None else layers]
+        layers = tuple(INTEGER.check(reader.path, "vision_feature_layer", n) for n in layers)
         reader = reader.aliased({"image_token_id": "image_token_index"})
         return reader.build(
             cls,
@@ -131,10 +131,6 @@ class LlavaConfig(FolderConfig):
             "multimodal_projector_bias": self.projector_bias,
             "tie_word_embeddings": self.text.is_tied,
         }
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 class Llava(Pretrained):

@@ -5,21 +5,14 @@ Source: Liu et al. 2019, *RoBERTa: A Robustly Optimized BERT Pretraining Approac
 github.com/facebookresearch/fairseq, a token's row of positions is the number of tokens up to it, plus the id of padding.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from .encoder import BERT, Encoder, EncoderConfig, MaskedLM, Names, SequenceClassifier, TokenClassifier, rows
 from .hf import Field, published
 
 _LARGE = {"d_model": 1024, "d_ff": 4096, "n_layers": 24, "n_heads": 16}
 _XLM = {"vocab_size": 250002, "model_type": "xlm-roberta"}
-
-
-def _n_positions(n_rows: int, known: Mapping[str, Any]) -> int:
-    """Returns the number of positions, from the number of rows of their table."""
-    return n_rows - 1 - (known["pad_token_id"] or 0)
 
 
 @dataclass(frozen=True)
@@ -58,7 +51,7 @@ class RobertaConfig(EncoderConfig):
             "max_position_embeddings",
             "n_positions",
             default=512,
-            load=_n_positions,
+            load=lambda n_rows, known: n_rows - 1 - (known["pad_token_id"] or 0),
             save=lambda config: config.n_positions + config.first_position,
         ),
     )

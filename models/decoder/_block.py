@@ -314,7 +314,7 @@ def _experts(config: DecoderConfig, key: PRNGKeyArray) -> MixtureOfExperts:
 
 def apply(layer: Norm | None, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
     """Returns the normalized rows; `x` itself without a layer."""
-    return x if layer is None else norm(layer, x)
+    return norm(layer, x)
 
 
 def _unchanged(layer: Norm | None, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from redeqx.errors import wrong
 
@@ -108,7 +108,7 @@ class EncoderConfig(FolderConfig):
     has_transform: ClassVar[bool] = False  # whether a classifier of texts has a linear layer in place of the pooler
     drops_twice: ClassVar[bool] = False  # whether it has dropout before that layer too
     has_head_norm: ClassVar[bool] = False  # whether a classifier, also of tokens, has that layer and a norm after it
-    names: ClassVar[Names] = Names()
+    names: ClassVar[Any] = Names()  # `Names`, also as a property
 
     def __post_init__(self) -> None:
         check_fixed(self, _FREE | ({"has_pooler"} if "pooler" in self.names.encoder else set()))

@@ -159,7 +159,10 @@ class SequenceClassifier(_Classifier, init=False):
         if self.transform is None:
             pooled = self.encoder.pool(hidden)
         else:
-            pooled = self._transform(_mean(hidden, mask) if self.config.pooling == "mean" else hidden[0], dropout_key)
+            read = hidden[0]
+            if self.config.pooling == "mean":  # of tokens, which sums in at least float32
+                read = hidden.mean(0, where=None if mask is None else mask[:, None].astype(bool))
+            pooled = self._transform(read, dropout_key)
         pooled = self.dropout(pooled, key=dropout_key)
         with jax.named_scope("head"):
             return linear(self.classifier, pooled)
@@ -171,11 +174,6 @@ class SequenceClassifier(_Classifier, init=False):
         with jax.named_scope("head"):
             pooled = ACTIVATIONS[self.config.head_activation](linear(self.transform, pooled))
             return pooled if self.norm is None else self.norm(pooled)
-
-
-def _mean(hidden: Float[Array, "seq d"], mask: Bool[Array, " seq"] | None) -> Float[Array, " d"]:
-    """Returns the mean of the hidden states of tokens."""
-    return hidden.mean(0, where=None if mask is None else mask[:, None].astype(bool))  # which sums in at least float32
 
 
 class TokenClassifier(_Classifier, init=False):

@@ -105,12 +105,6 @@ def _block(config: EncoderConfig, key: PRNGKeyArray, *, has_attention_norm: bool
     )
 
 
-def _draw_positions(config: EncoderConfig, key: PRNGKeyArray) -> Float[Array, "n_positions d"]:
-    first = config.first_position
-    table = config.init_std * jax.random.normal(key, (first + config.n_positions, config.d_model))
-    return table.at[first - 1].set(0) if first else table
-
-
 class OfFamily(Pretrained):
     """A model of a family: what its class knows follows from its `config_class`."""
 
@@ -178,7 +172,9 @@ class Encoder(OfFamily):
             self.distances = std * jax.random.normal(positions_key, (2 * config.distance_span, d))
             self.distance_norm = make_norm(config)
         elif config.position_kind != "rotary":
-            self.positions = _draw_positions(config, positions_key)
+            first = config.first_position
+            table = std * jax.random.normal(positions_key, (first + config.n_positions, d))
+            self.positions = table.at[first - 1].set(0) if first else table
         self.token_types = std * jax.random.normal(types_key, (n_types, d)) if n_types else None
         self.norm = make_norm(config)
         self.dropout = eqx.nn.Dropout(config.dropout)
@@ -231,7 +227,7 @@ class Encoder(OfFamily):
             first_key, stack_key = (None, None) if stack_key is None else jax.random.split(stack_key)
             carry = self.first(carry, *given, key=first_key)
         x, *_ = self.stack(carry, *given, key=stack_key)
-        return x if self.final_norm is None else norm(self.final_norm, x)
+        return norm(self.final_norm, x)
 
     def _embed(self, ids: Int[Array, " seq"], token_types: Int[Array, " seq"] | None) -> Float[Array, "seq d"]:
         if self.token_types is None:

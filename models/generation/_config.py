@@ -6,41 +6,19 @@ keys have no effect. Special tokens are fields of a family's config.
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from redeqx._tree import nearest
 from redeqx.errors import brief
 
-from .._kinds import COUNT, FLAG, LIST, NOT_NEGATIVE, NUMBER, POSITIVE, SIZE, TOKEN, Kind
-from ._options import DEFAULTS, SAMPLING, hashable
+from .._kinds import COUNT, TOKEN, Kind
+from ._options import DEFAULTS, SAMPLING, Options, hashable
 
 GENERATION = "generation_config.json"
 
 # Keys that are arguments of `generate`. `early_stopping` and the forced tokens are others; they have several types.
-_ARGUMENTS: dict[str, Kind] = {
-    "max_new_tokens": SIZE,
-    "min_new_tokens": COUNT,
-    "do_sample": FLAG,
-    "temperature": NOT_NEGATIVE,
-    "top_k": COUNT,
-    "top_p": NOT_NEGATIVE,
-    "min_p": NOT_NEGATIVE,
-    "typical_p": NOT_NEGATIVE,
-    "epsilon_cutoff": NOT_NEGATIVE,
-    "eta_cutoff": NOT_NEGATIVE,
-    "num_beams": SIZE,
-    "num_return_sequences": SIZE,
-    "length_penalty": NUMBER,
-    "repetition_penalty": POSITIVE,
-    "encoder_repetition_penalty": POSITIVE,
-    "no_repeat_ngram_size": COUNT,
-    "encoder_no_repeat_ngram_size": COUNT,
-    "bad_words_ids": LIST,
-    "suppress_tokens": LIST,
-    "begin_suppress_tokens": LIST,
-    "renormalize_logits": FLAG,
-}
+_ARGUMENTS: dict[str, Kind] = {option.name: option.metadata["kind"] for option in fields(Options) if option.metadata}
 # Values that mean None, in place of a number.
 _NONE = {"top_k": 0, "num_return_sequences": 1, "min_p": 0, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0}
 # These lengths include the prompt. A key of `_ARGUMENTS` takes precedence over them.

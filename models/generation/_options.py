@@ -5,7 +5,7 @@ Names and meanings are those of `transformers` 5. What the options do to scores 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,38 +14,45 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from redeqx.errors import brief, check_choice, check_count, check_key, check_number, wrong
 
+from .._kinds import COUNT, FLAG, LIST, NOT_NEGATIVE, NUMBER, POSITIVE, SIZE, Kind
+
 # Options that do nothing unless tokens are sampled.
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+
+
+def _option(kind: Kind, default: Any) -> Any:
+    """Returns the field of an option. `kind` is that of its value in `generation_config.json`."""
+    return field(default=default, metadata={"kind": kind})
 
 
 @dataclass(frozen=True)
 class Options:
     """The options of one generation, with their defaults. They are static under jit."""
 
-    max_new_tokens: int | None = None
-    min_new_tokens: int = 0
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    epsilon_cutoff: float | None = None
-    eta_cutoff: float | None = None
-    num_beams: int = 1
-    num_return_sequences: int | None = None
-    length_penalty: float = 1.0
+    max_new_tokens: int | None = _option(SIZE, None)
+    min_new_tokens: int = _option(COUNT, 0)
+    do_sample: bool = _option(FLAG, False)
+    temperature: float = _option(NOT_NEGATIVE, 1.0)
+    top_k: int | None = _option(COUNT, None)
+    top_p: float | None = _option(NOT_NEGATIVE, None)
+    min_p: float | None = _option(NOT_NEGATIVE, None)
+    typical_p: float | None = _option(NOT_NEGATIVE, None)
+    epsilon_cutoff: float | None = _option(NOT_NEGATIVE, None)
+    eta_cutoff: float | None = _option(NOT_NEGATIVE, None)
+    num_beams: int = _option(SIZE, 1)
+    num_return_sequences: int | None = _option(SIZE, None)
+    length_penalty: float = _option(NUMBER, 1.0)
     early_stopping: bool | str = False
-    repetition_penalty: float = 1.0
-    encoder_repetition_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
-    encoder_no_repeat_ngram_size: int = 0
-    bad_words_ids: tuple[tuple[int, ...], ...] | None = None
-    suppress_tokens: tuple[int, ...] | None = None
-    begin_suppress_tokens: tuple[int, ...] | None = None
+    repetition_penalty: float = _option(POSITIVE, 1.0)
+    encoder_repetition_penalty: float = _option(POSITIVE, 1.0)
+    no_repeat_ngram_size: int = _option(COUNT, 0)
+    encoder_no_repeat_ngram_size: int = _option(COUNT, 0)
+    bad_words_ids: tuple[tuple[int, ...], ...] | None = _option(LIST, None)
+    suppress_tokens: tuple[int, ...] | None = _option(LIST, None)
+    begin_suppress_tokens: tuple[int, ...] | None = _option(LIST, None)
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | tuple[int, ...] | None = None
-    renormalize_logits: bool = False
+    renormalize_logits: bool = _option(FLAG, False)
     # The remaining ones do not come from `generation_config.json`.
     eos: tuple[int, ...] = ()
     pad: int = 0  # NO_TOKEN where the lengths of texts are needed
@@ -78,7 +85,7 @@ class Options:
         return jnp.isin(token, jnp.array(self.eos, jnp.int32))
 
 
-DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Options)}
+DEFAULTS: dict[str, Any] = {option.name: option.default for option in fields(Options)}
 
 
 def hashable(value: Any) -> Any:

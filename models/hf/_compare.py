@@ -102,7 +102,8 @@ def compare_weights(
     leaves = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
     tensors = {name: _fitted(_tensor(name, leaf, names or {}), leaf, shapes) for name, leaf in leaves.items()}
     wanted = {disk for tensor in tensors.values() for disk in tensor.on_disk}
-    extra = [name for name in sorted(shapes) if name not in wanted and not _is_ignored(name, ignored)]
+    patterns = [re.compile(re.escape(glob).replace(r"\*", ".*")) for glob in ignored]
+    extra = [name for name in sorted(shapes) if name not in wanted and not any(p.fullmatch(name) for p in patterns)]
 
     missing, differing, turned, square, equal = [], [], [], [], []
     for name, leaf in leaves.items():
@@ -237,7 +238,3 @@ def _transposed(tensor: StoredTensor) -> StoredTensor:
 
 def _is_transposed(tensor: StoredTensor) -> bool:
     return tensor.save(np.zeros((1, 2))).shape == (2, 1)
-
-
-def _is_ignored(name: str, ignored: Sequence[str]) -> bool:
-    return any(re.fullmatch(re.escape(glob).replace(r"\*", ".*"), name) for glob in ignored)

@@ -115,12 +115,9 @@ def same(disk: str, leaf: str) -> StoredTensor:
 def reshaped(disk: str, leaf: str, on_disk: tuple[int, ...], in_tree: tuple[int, ...]) -> StoredTensor:
     """Returns a tensor that is stored with other dims of size 1, or with its dims grouped differently, such as a
     convolution's bias."""
-    return StoredTensor(disk, (leaf,), lambda t: (_view(t, in_tree, on_disk),), lambda leaf: leaf.reshape(on_disk))
-
-
-def _view(tensor: View, shape: tuple[int, ...], expected: tuple[int, ...]) -> View:
-    """Reshapes `tensor`. Returns it unchanged if its shape is not the expected one, so that the shape check reports it."""
-    return tensor.reshape(shape) if tensor.shape == expected else tensor
+    # One of another shape is left as it is, so that the shape check reports it.
+    load = lambda tensor: (tensor.reshape(in_tree) if tensor.shape == on_disk else tensor,)  # noqa: E731
+    return StoredTensor(disk, (leaf,), load, lambda leaf: leaf.reshape(on_disk))
 
 
 def same_layer(disk: str, leaf: str, *, use_bias: bool = True) -> list[StoredTensor]:

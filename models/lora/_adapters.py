@@ -130,7 +130,8 @@ def trainable(model: PyTree, *, also: str | Sequence[str] = ()) -> PyTree:
     """
     adapters = adapters_of(model, several=True)
     chosen = {leaf_path(path, leaf) for path in adapters for leaf in LEAVES}
-    leaves = [name for name, leaf in named_leaves(model).items() if is_array_like(leaf) and _is_inexact(leaf)]
+    is_inexact = lambda leaf: is_array_like(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)  # noqa: E731
+    leaves = [name for name, leaf in named_leaves(model).items() if is_inexact(leaf)]
     for pattern in globs_of(also, "also", 'Write `"head.*"`, say', optional=True):
         found = fnmatch.filter(leaves, pattern)
         if not found:
@@ -264,10 +265,6 @@ def plus(optimizer: optax.GradientTransformation, *, ratio: int | float = 16) ->
 
     of_b = lambda params: map_named(is_b, params, is_leaf=is_table)  # noqa: E731
     return optax.chain(optimizer, optax.masked(optax.scale(ratio), of_b))
-
-
-def _is_inexact(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def leaf_path(path: str, leaf: str) -> str:

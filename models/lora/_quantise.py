@@ -87,8 +87,5 @@ def _candidates(model: PyTree) -> dict[str, Any]:
         return is_quantised(node) or (isinstance(node, eqx.Module) and type(node).__module__.startswith("equinox.nn"))
 
     nodes = named_leaves(model, is_leaf=lambda node: is_linear(node) or is_whole(node))
-    return {path: node for path, node in nodes.items() if is_linear(node) or is_quantised(node) or _is_matrix(node)}
-
-
-def _is_matrix(leaf: Any) -> bool:
-    return is_array_like(leaf) and len(leaf.shape) >= 2 and jnp.issubdtype(leaf.dtype, jnp.floating)
+    is_matrix = lambda x: is_array_like(x) and len(x.shape) >= 2 and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    return {path: node for path, node in nodes.items() if is_linear(node) or is_quantised(node) or is_matrix(node)}

@@ -139,7 +139,7 @@ class Block(eqx.Module):
         """
         x, cache, layer = carry
         keys = (None,) * 6 if key is None else jax.random.split(key, 6)
-        before, after = (_normed, _unchanged) if self.is_pre_norm else (_unchanged, _normed)
+        before, after = (norm, _unchanged) if self.is_pre_norm else (_unchanged, norm)
         bias = bias(self.attention, key) if callable(bias) else bias
         rotary = None
         if layers is not None:
@@ -209,10 +209,6 @@ def pre_norm_block(
         attention_scale=scale(),
         mlp_scale=scale(),
     )
-
-
-def _normed(layer: Norm | None, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
-    return x if layer is None else norm(layer, x)
 
 
 def _unchanged(layer: Norm | None, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:

@@ -52,7 +52,7 @@ class LatentAttention(eqx.Module):
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "seq d"], Cache | None]:
         """Returns the attention output for each row of `x`, and the cache. See `Attention` for the arguments."""
-        down = x if self.query_down is None else _normed(self.query_norm, linear(self.query_down, x))
+        down = x if self.query_down is None else norm(self.query_norm, linear(self.query_down, x))
         queries = rearrange(linear(self.query, down), "seq (heads size) -> seq heads size", heads=self.n_heads)
         queries = queries if factors is None else queries * factors.astype(queries.dtype)
         plain, turned = queries[..., : -self.n_rotary], queries[..., -self.n_rotary :]
@@ -88,7 +88,3 @@ class LatentAttention(eqx.Module):
         latents = stored[..., : -self.n_rotary]
         mixed = mix_values(queries, stored, latents, mask, self.scale, dropout=self.dropout, key=None)
         return jnp.einsum("shr,hvr->shv", mixed, value)
-
-
-def _normed(layer: eqx.nn.RMSNorm | None, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
-    return x if layer is None else norm(layer, x)

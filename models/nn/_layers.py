@@ -24,9 +24,9 @@ def linear(layer: eqx.nn.Linear, x: Float[Array, "*dims in"]) -> Float[Array, "*
     return out if layer.bias is None else out + layer.bias
 
 
-def norm(layer: eqx.nn.LayerNorm | eqx.nn.RMSNorm, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
-    """Applies `layer` to each row of `x`. Means and variances have at least float32."""
-    return jax.vmap(layer)(x)
+def norm(layer: eqx.nn.LayerNorm | eqx.nn.RMSNorm | None, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
+    """Applies `layer` to each row of `x`; without a layer, returns `x`. Means and variances have at least float32."""
+    return x if layer is None else jax.vmap(layer)(x)
 
 
 def finite(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:

@@ -80,8 +80,7 @@ class Mamba1(Recurrence):
         rows = values[:, 0, 0].astype(x.dtype)
 
         def project(name: str) -> Float[Array, "seq n"]:
-            layer, found = getattr(self, f"{name}_norm"), linear(getattr(self, name), rows)
-            return found if layer is None else norm(layer, found)
+            return norm(getattr(self, f"{name}_norm"), linear(getattr(self, name), rows))
 
         queries, keys = (project(name)[:, None].astype(values.dtype) for name in ("query", "key"))
         steps = self.steps(project("low"))

@@ -175,8 +175,7 @@ class VisionEncoder(Pretrained):
             x = x + self._positions(*patches.shape[1:])
             if self.registers is not None:
                 x = jnp.concatenate([x[:1], self.registers, x[1:]])
-            x = x if self.input_norm is None else norm(self.input_norm, x)
-            return self.dropout(x, key=key)
+            return self.dropout(norm(self.input_norm, x), key=key)
 
     def _check(self, pixels: Array, masked: Array | None) -> None:
         config = self.config
