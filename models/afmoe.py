@@ -4,7 +4,6 @@ Source: the models' cards, huggingface.co/arcee-ai.
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from ._kinds import COUNT
 from .decoder import Choice, Decoder, LayerTypes, Names, SharedExperts, expert_names, rows
@@ -34,7 +33,7 @@ class AfmoeConfig(Exaone4Config):
         SharedExperts("num_shared_experts"),
         Field("num_dense_layers", "n_dense", COUNT),
         Field("route_scale", "router_scale"),
-        Choice("mup_enabled", MappingProxyType({"embedding_scale": (1.0, None)}), default=False),
+        Choice("mup_enabled", {"embedding_scale": (1.0, None)}, default=False),
         Only("attention_bias", False),
     )
     names = Names(
@@ -48,10 +47,7 @@ class AfmoeConfig(Exaone4Config):
         }
     )
 
-    @property
-    def rotated(self) -> tuple[bool, ...]:
-        """Whether each layer has rotary positions: those with a window."""
-        return tuple(window is not None for window in self.windows)
+    rotated = property(lambda config: tuple(window is not None for window in config.windows))  # those with a window
 
 
 class Afmoe(Decoder, config=AfmoeConfig, init=False):

@@ -10,7 +10,7 @@ from typing import Any
 
 from ._kinds import LIST
 from .decoder import Decoder, DecoderConfig, MixerLayers, Names, Rope, mamba_names, mamba_rows, rows
-from .hf import ConfigReader, Field, Only, published
+from .hf import Aliases, ConfigReader, Field, Only, published
 
 
 def _attention(reader: ConfigReader, known: Mapping[str, Any]) -> Sequence[int]:
@@ -52,7 +52,7 @@ class BambaConfig(DecoderConfig):
         _Layers("linear_attention", _attention),
         *mamba_rows(),
     )
-    aliases = MappingProxyType({"layers_block_type": "layer_types"})
+    aliases = Aliases(layers_block_type="layer_types")
     names = Names(
         {
             "pre_ff_layernorm": "mlp_norm",

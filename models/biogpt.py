@@ -4,7 +4,6 @@ Source: *BioGPT: Generative Pre-trained Transformer for Biomedical Text Generati
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from ._kinds import RATE
 from .decoder import Choice, Decoder, GPTConfig, Names, Shared, rows
@@ -31,7 +30,7 @@ class BioGptConfig(GPTConfig):
         *Fixed(layerdrop=0.0, activation_dropout=0.0),
         Shared("hidden_dropout_prob", "residual_dropout", "embedding_dropout"),
         Field("attention_probs_dropout_prob", "attention_dropout", RATE),
-        Choice("scale_embedding", MappingProxyType({"embedding_scale": (1.0, None)}), default=True),
+        Choice("scale_embedding", {"embedding_scale": (1.0, None)}, default=True),
         without=("n_kv_heads", "head_size", "rope_theta", "norm_eps"),  # norms have 1e-5, whatever `layer_norm_eps` says
     )
     names = Names(

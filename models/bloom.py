@@ -4,11 +4,10 @@ Source: *BLOOM* (arXiv:2211.05100).
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from ._kinds import RATE
 from .decoder import ByHead, Decoder, GPTConfig, Names, rows
-from .hf import ConfigReader, Field, Only, published
+from .hf import Aliases, ConfigReader, Field, Only, published
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class BloomConfig(GPTConfig):
         Only("apply_residual_connection_post_layernorm", False),
         without=("d_mlp", "n_kv_heads", "head_size", "rope_theta", "activation"),
     )
-    aliases = MappingProxyType({"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "n_embed": "hidden_size"})
+    aliases = Aliases(num_hidden_layers="n_layer", num_attention_heads="n_head", n_embed="hidden_size")
     names = Names(
         {
             "input_layernorm": "attention_norm",

@@ -62,10 +62,7 @@ class Cohere2Config(CohereConfig):
         }
     )
 
-    @property
-    def rotated(self) -> tuple[bool, ...]:
-        """Whether each layer has rotary positions: those with a window."""
-        return tuple(window is not None for window in self.windows)
+    rotated = property(lambda config: tuple(window is not None for window in config.windows))  # those with a window
 
 
 class Cohere2(Decoder, config=Cohere2Config, init=False):

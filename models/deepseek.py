@@ -10,7 +10,7 @@ from typing import Any
 
 from ._kinds import COUNT, SIZE
 from .decoder import LATENT, LATENT_NAMES, ROUTED, Decoder, DecoderConfig, Names, expert_names, rows
-from .hf import ConfigReader, Field, Only, Row, published
+from .hf import Aliases, ConfigReader, Field, Only, Row, published
 
 
 class _Groups(Row):
@@ -54,7 +54,7 @@ class DeepseekV2Config(DecoderConfig):
         Only("norm_topk_prob", False, None),
         without=("n_kv_heads", "head_size"),
     )
-    aliases = MappingProxyType({"num_experts": "n_routed_experts"})
+    aliases = Aliases(num_experts="n_routed_experts")
     names = Names({**expert_names(), **LATENT_NAMES})
     sizes = published(
         {

@@ -7,12 +7,11 @@ Source: *DeepSeek-V3* (arXiv:2412.19437).
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from ._kinds import COUNT
 from .decoder import GROUPED, LATENT, LATENT_NAMES, Decoder, Names, expert_names, rows
 from .deepseek import DeepseekV2Config
-from .hf import Field, Fixed, Only, published
+from .hf import Aliases, Field, Fixed, Only, published
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class DeepseekV3Config(DeepseekV2Config):
         Only("num_nextn_predict_layers", 0, 1, default=1),
         without=("n_kv_heads", "head_size"),
     )
-    aliases = MappingProxyType({"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"})
+    aliases = Aliases(num_local_experts="n_routed_experts", num_mtp_layers="num_nextn_predict_layers")
     names = Names({**expert_names(), **LATENT_NAMES}, ignored=("*.rotary_emb.inv_freq", "model.layers.{n_layers}.*"))
     sizes = published({"671b": {}})
 

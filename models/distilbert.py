@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from ._kinds import RATE, TEXT
 from .encoder import Encoder, EncoderConfig, MaskedLM, Names, SequenceClassifier, TokenClassifier, rows
-from .hf import ConfigReader, Field, Fields, published
+from .hf import Aliases, ConfigReader, Field, Fields, published
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class DistilBertConfig(EncoderConfig):
         *Fields(RATE, dropout="dropout", attention_dropout="attention_dropout", classifier_dropout="seq_classif_dropout"),
         without=("n_token_types", "layer_norm_eps"),
     )
-    aliases = MappingProxyType({"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"})
+    aliases = Aliases(hidden_size="dim", num_attention_heads="n_heads", num_hidden_layers="n_layers")
 
     block_dropouts = property(lambda config: (0.0, 0.0, config.dropout))
     token_head_dropout = property(lambda config: config.dropout)

@@ -4,11 +4,10 @@ Source: *dots.llm1 Technical Report* (arXiv:2506.05767).
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from ._kinds import COUNT
 from .decoder import GROUPED, Decoder, DecoderConfig, LayerTypes, Names, expert_names, rows
-from .hf import Field, published
+from .hf import Aliases, Field, published
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Dots1Config(DecoderConfig):
         Field("attention_bias"),
         LayerTypes(first=("max_window_layers", 62)),
     )
-    aliases = MappingProxyType({"num_local_experts": "n_routed_experts"})
+    aliases = Aliases(num_local_experts="n_routed_experts")
     names = Names(expert_names())
     sizes = published(
         {

@@ -4,11 +4,10 @@ Source: Baidu 2025, *ERNIE 4.5 Technical Report*, ernie.baidu.com.
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from ._kinds import COUNT
 from .decoder import Decoder, DecoderConfig, Names, Shared, SharedExperts, Wide, expert_names, rows
-from .hf import Field, Fields, Fixed, Only, published
+from .hf import Aliases, Field, Fields, Fixed, Only, published
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Ernie4_5MoeConfig(Ernie4_5Config):
         *Fixed(moe_layer_interval=1, moe_norm_min=1e-12),
         without=("attention_dropout",),
     )
-    aliases = MappingProxyType({"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"})
+    aliases = Aliases(num_experts="moe_num_experts", num_experts_per_tok="moe_k")
     names = Names(
         {
             **{name: held for name, held in expert_names().items() if held != "mlp.correction"},

@@ -13,7 +13,7 @@ from typing import Any
 
 from ._kinds import RATE, SIZE, TEXT
 from .decoder import ByHead, Choice, Decoder, GPTConfig, Inner, Names, Shared, rows
-from .hf import ConfigReader, Field, Only, Row, published
+from .hf import Aliases, ConfigReader, Field, Only, Row, published
 
 
 class _Architecture(Row):
@@ -75,7 +75,7 @@ class FalconConfig(GPTConfig):
         Choice("alibi", {"bias_range": (None, 8.0)}, default=False),
         without=("head_size",),
     )
-    aliases = MappingProxyType({"n_embed": "hidden_size"})
+    aliases = Aliases(n_embed="hidden_size")
     names = Names(
         {
             "self_attention.query_key_value": ByHead(

@@ -11,7 +11,7 @@ from typing import Any
 from ._kinds import LIST, POSITIVE
 from .bamba import BambaConfig
 from .decoder import Decoder, Factors, LogitScale, Names, mamba_names, mamba_rows, rows
-from .hf import ConfigReader, Field, Fields, Only, Row, published
+from .hf import Aliases, ConfigReader, Field, Fields, Only, Row, published
 
 _SINGLE = {
     "attention_input": "attention_in_multiplier",
@@ -97,7 +97,7 @@ class FalconH1Config(BambaConfig):
     rope_share = 1.0
 
     model_type = "falcon_h1"
-    aliases = MappingProxyType({})
+    aliases = Aliases()
     rows = rows(
         *map(Field, ("attention_bias", "mlp_bias")),
         *mamba_rows(("mamba_d_ssm", 1024)),

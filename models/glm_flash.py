@@ -6,11 +6,10 @@ Source: the model's card, huggingface.co/zai-org/GLM-4.7-Flash.
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from .decoder import GROUPED, LATENT, LATENT_NAMES, Decoder, MlpTypes, Names, expert_names, rows
 from .deepseek_v3 import DeepseekV3Config
-from .hf import Fields
+from .hf import Aliases, Fields
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Glm4MoeLiteConfig(DeepseekV3Config):
         *Fields(attention_bias="attention_bias", is_interleaved="rope_interleave"),
         without=("n_kv_heads", "head_size"),
     )
-    aliases = MappingProxyType({"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"})
+    aliases = Aliases(num_local_experts="n_routed_experts", head_dim="qk_rope_head_dim")
     names = Names({**expert_names(), **LATENT_NAMES}, ignored=("*.rotary_emb.inv_freq", "model.layers.{n_layers}.*"))
 
 

@@ -6,11 +6,10 @@ Source: *GLM-4.5* (arXiv:2508.06471), and the models' cards, huggingface.co/zai-
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from ._kinds import COUNT
 from .decoder import GROUPED, Choice, Decoder, DecoderConfig, Names, Rope, expert_names, rows
-from .hf import Field, Only, published
+from .hf import Aliases, Field, Only, published
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,11 @@ class Glm4MoeConfig(DecoderConfig):
         *GROUPED,
         Field("first_k_dense_replace", "n_dense", COUNT),
         Field("attention_bias"),
-        Choice("use_qk_norm", MappingProxyType({"head_norm": (None, "head")}), default=False),
+        Choice("use_qk_norm", {"head_norm": (None, "head")}, default=False),
         Rope(has_share=True),
         Only("num_nextn_predict_layers", 0, 1, default=1),
     )
-    aliases = MappingProxyType({"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"})
+    aliases = Aliases(num_local_experts="n_routed_experts", num_mtp_layers="num_nextn_predict_layers")
     names = Names(expert_names(), ignored=("*.rotary_emb.inv_freq", "model.layers.{n_layers}.*"))
     sizes = published(
         {
@@ -66,7 +65,7 @@ class SolarOpenConfig(Glm4MoeConfig):
 
     model_type = "solar_open"
     rows = rows(*GROUPED, Field("attention_bias"), without=("d_mlp",))
-    aliases = MappingProxyType({"num_local_experts": "n_routed_experts"})
+    aliases = Aliases(num_local_experts="n_routed_experts")
     names = Names(expert_names())
 
 

@@ -3,49 +3,35 @@
 Sources: *StarCoder* (arXiv:2305.06161); *SantaCoder* (arXiv:2301.03988).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .decoder import GPT_ALIASES, GPT_ROWS, ByHead, Choice, Decoder, GPTConfig, Names, rows
+from .decoder import GPT_ROWS, ByHead, Choice, Decoder, rows
+from .gpt2 import GPT2Config
 from .hf import Fixed, published
 
 
 @dataclass(frozen=True)
-class GPTBigCodeConfig(GPTConfig):
+class GPTBigCodeConfig(GPT2Config):
     """The sizes of a GPT-BigCode. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size, n_positions = 50257, 1024
-    d_model, n_layers, n_heads = 768, 12, 12
     n_kv_heads = 1
-    attention_bias = True
-    position_offset = 0
     activation = "gelu_pytorch_tanh"
-    is_tied = True
-    embedding_dropout = residual_dropout = attention_dropout = 0.1
-    bos_token_id = eos_token_id = 50256
 
     model_type = "gpt_bigcode"
-    scales_residual = True
+    position_scale = 1.0
     rows = rows(
         *GPT_ROWS,
         Choice("multi_query", {"n_kv_heads": (None, 1)}, default=True),
         *Fixed(scale_attn_weights=True, add_cross_attention=False),
         without=("head_size", "rope_theta"),
     )
-    aliases = GPT_ALIASES
-    names = Names(
-        {
-            "ln_1": "attention_norm",
+    names = replace(
+        GPT2Config.names,
+        block={
+            **GPT2Config.names.block,
             "attn.c_attn": ByHead(("attention.query", "attention.key", "attention.value"), lambda config: config.groups),
-            "attn.c_proj": "attention.output",
-            "ln_2": "mlp_norm",
-            "mlp.c_fc": "mlp.up",
-            "mlp.c_proj": "mlp.down",
         },
-        layers="transformer.h.{}.",
-        embedding="transformer.wte",
-        norm="transformer.ln_f",
-        others={"transformer.wpe.weight": "positions"},
-        token_score="classifier",
+        is_transposed=False,
         ignored=("*.attn.bias", "*.attn.masked_bias"),
     )
     sizes = published(

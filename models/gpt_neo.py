@@ -10,7 +10,7 @@ from typing import Any
 
 from ._kinds import LIST, RATE, SIZE, TEXT
 from .decoder import Decoder, GPTConfig, Inner, Names, rows
-from .hf import ConfigReader, Field, Fields, Row, published
+from .hf import Aliases, ConfigReader, Field, Fields, Row, published
 
 
 class _AttentionTypes(Row):
@@ -61,7 +61,7 @@ class GPTNeoConfig(GPTConfig):
         *Fields(RATE, residual_dropout="resid_dropout"),
         without=("n_kv_heads", "head_size", "rope_theta"),
     )
-    aliases = MappingProxyType({"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"})
+    aliases = Aliases(num_attention_heads="num_heads", num_hidden_layers="num_layers")
     names = Names(
         {
             "ln_1": "attention_norm",

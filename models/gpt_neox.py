@@ -5,10 +5,9 @@ Elsen et al. 2023, *Releasing Persimmon-8B*, adept.ai/blog/persimmon-8b.
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from .decoder import ByHead, Choice, Decoder, GPTConfig, Names, Rope, Shared, rows
-from .hf import Field, Fields, Only, published
+from .hf import Aliases, Field, Fields, Only, published
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class GPTNeoXConfig(GPTConfig):
         Only("head_dim", lambda known: (known["d_model"] // known["n_heads"], None), is_written=False),
         without=("head_size", "n_kv_heads"),
     )
-    aliases = MappingProxyType({"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"})
+    aliases = Aliases(rotary_pct="partial_rotary_factor", rotary_emb_base="rope_theta")
     names = Names(
         {
             "input_layernorm": "attention_norm",
@@ -80,12 +79,12 @@ class PersimmonConfig(GPTNeoXConfig):
         Field("layer_norm_eps", "norm_eps"),
         # transformers applies it to the output of the MLP only.
         Only("hidden_dropout", 0.0, name="residual_dropout"),
-        Choice("qk_layernorm", MappingProxyType({"head_norm": (None, "head")}), default=True),
+        Choice("qk_layernorm", {"head_norm": (None, "head")}, default=True),
         Rope(has_share=True),
         Only("head_dim", lambda known: (known["d_model"] // known["n_heads"], None), is_written=False),
         without=("head_size", "n_kv_heads"),
     )
-    aliases = MappingProxyType({})
+    aliases = Aliases()
     names = Names(
         {
             "self_attn.query_key_value": ByHead(("attention.query", "attention.key", "attention.value")),

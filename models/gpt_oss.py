@@ -7,11 +7,10 @@ Source: OpenAI 2025, *gpt-oss-120b & gpt-oss-20b Model Card* (arXiv:2508.10925),
 
 import math
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from ._kinds import POSITIVE
 from .decoder import Decoder, DecoderConfig, Experts, LayerTypes, Names, rows
-from .hf import Field, Fields, Only, published
+from .hf import Aliases, Field, Fields, Only, published
 from .nn import YarnScaling
 
 _YARN = YarnScaling(32.0, 4096, 0.1 * math.log(32) + 1, truncate=False)
@@ -46,7 +45,7 @@ class GptOssConfig(DecoderConfig):
         Only("hidden_act", "silu"),  # transformers does not read it
         without=("activation",),
     )
-    aliases = MappingProxyType({"num_experts": "num_local_experts"})
+    aliases = Aliases(num_experts="num_local_experts")
     names = Names(
         {
             "self_attn.sinks": "attention.sinks",

@@ -11,7 +11,7 @@ from typing import Any
 from ._kinds import COUNT
 from .decoder import Decoder, MixerLayers, Names, Shared, mamba_names, mamba_rows, rows
 from .granite import FACTORS, GraniteConfig, GraniteMoeConfig
-from .hf import ConfigReader, Field, Row, published
+from .hf import Aliases, ConfigReader, Field, Row, published
 
 
 class _Positions(Row):
@@ -63,7 +63,7 @@ class GraniteMoeHybridConfig(GraniteConfig):
         *mamba_rows(),
         without=("head_size",),
     )
-    aliases = MappingProxyType({"layers_block_type": "layer_types"})
+    aliases = Aliases(layers_block_type="layer_types")
     names = replace(GraniteMoeConfig.names, block={**GraniteMoeConfig.names.block, **mamba_names()})
     sizes = published(
         {

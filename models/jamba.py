@@ -5,14 +5,13 @@ Source: *Jamba* (arXiv:2403.19887).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from redeqx.errors import wrong
 
 from ._kinds import COUNT
 from .decoder import Decoder, DecoderConfig, Names, ScanWidth, StepRank, expert_names, mamba1_names, rows
-from .hf import ConfigReader, Field, Only, Row, published
+from .hf import Aliases, ConfigReader, Field, Only, Row, published
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ class JambaConfig(DecoderConfig):
         *(ScanWidth("mamba_expand"), StepRank("mamba_dt_rank"), Only("mamba_proj_bias", False)),
         without=("rope_theta",),
     )
-    aliases = MappingProxyType({"num_local_experts": "num_experts"})
+    aliases = Aliases(num_local_experts="num_experts")
     names = Names(
         {
             "pre_ff_layernorm": "mlp_norm",

@@ -10,7 +10,7 @@ from typing import Any
 
 from ._kinds import LIST, POSITIVE
 from .decoder import Decoder, DecoderConfig, MixerLayers, Names, Taps, rows
-from .hf import ConfigReader, Field, Only, Row, published
+from .hf import Aliases, ConfigReader, Field, Only, Row, published
 
 
 class _Inner(Row):
@@ -65,7 +65,7 @@ class Lfm2Config(DecoderConfig):
 
     model_type = "lfm2"
     rows = rows(*ROWS, _Inner(), _MIXERS, without=WITHOUT)
-    aliases = MappingProxyType({"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"})
+    aliases = Aliases(block_ff_dim="intermediate_size", tie_embedding="tie_word_embeddings")
     names = Names(_NAMES, norm="model.embedding_norm")
     sizes = published(
         {

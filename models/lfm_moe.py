@@ -4,11 +4,10 @@ Source: *LFM2 Technical Report* (arXiv:2511.23404).
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from ._kinds import COUNT, LIST
 from .decoder import Decoder, MixerLayers, Names, rows
-from .hf import Field, Fields, published
+from .hf import Aliases, Field, Fields, published
 from .lfm import ROWS, WITHOUT, Lfm2Config
 
 
@@ -30,7 +29,7 @@ class Lfm2MoeConfig(Lfm2Config):
         *Fields(renormalize="norm_topk_prob", router_scale="routed_scaling_factor", has_correction="use_expert_bias"),
         without=WITHOUT,
     )
-    aliases = MappingProxyType({"tie_embedding": "tie_word_embeddings"})
+    aliases = Aliases(tie_embedding="tie_word_embeddings")
     names = Names(
         {
             **Lfm2Config.names.block,

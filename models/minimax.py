@@ -6,11 +6,10 @@ Source: the model's card, huggingface.co/MiniMaxAI/MiniMax-M2.
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from ._kinds import SIZE
 from .decoder import Decoder, DecoderConfig, Names, Rope, rows
-from .hf import Field, Fields, Fixed, published
+from .hf import Aliases, Field, Fields, Fixed, published
 from .mistral import MixtralConfig
 
 # The dims of a head that are rotary, in old files; in newer ones `Rope` reads their share.
@@ -45,7 +44,7 @@ class MiniMaxM2Config(DecoderConfig):
         *Fixed(is_written=False, router_jitter_noise=0.0, scoring_func="sigmoid", shared_intermediate_size=0),
         *Fixed(is_written=False, use_qk_norm=True, use_routing_bias=True),
     )
-    aliases = MappingProxyType({"num_experts": "num_local_experts"})
+    aliases = Aliases(num_experts="num_local_experts")
     names = Names({**MixtralConfig.names.block, "block_sparse_moe.e_score_correction_bias": "mlp.correction"})
     sizes = published({"m2": {"rope_share": 0.5}})
 

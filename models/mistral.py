@@ -8,12 +8,11 @@ Sources: Jiang et al. 2023, *Mistral 7B* (arXiv:2310.06825); Jiang et al. 2024, 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from ._kinds import NOT_NEGATIVE
 from .decoder import PART_OF_LARGER, Decoder, DecoderConfig, LayerTypes, Names, Rope, Window, rows
-from .hf import ConfigReader, Fields, Only, published
+from .hf import Aliases, ConfigReader, Fields, Only, published
 from .nn import YarnScaling
 
 
@@ -123,7 +122,7 @@ class MixtralConfig(DecoderConfig):
         *Fields(n_experts="num_local_experts", n_chosen="num_experts_per_tok"),
         Only("router_jitter_noise", 0.0, is_written=False),
     )
-    aliases = MappingProxyType({"num_experts": "num_local_experts"})
+    aliases = Aliases(num_experts="num_local_experts")
     names = Names(
         {
             "block_sparse_moe.gate": "mlp.router",

@@ -6,11 +6,10 @@ Source: the model's card, huggingface.co/mistralai/Mistral-Small-4-119B-2603.
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from ._kinds import COUNT
 from .decoder import LATENT, LATENT_NAMES, PART_OF_LARGER, ROUTED, Decoder, DecoderConfig, Experts, Names, expert_names, rows
-from .hf import Field, Fields, Fixed, Only, published
+from .hf import Aliases, Field, Fields, Fixed, Only, published
 from .mistral import GrowingRope
 from .nn import YarnScaling
 
@@ -45,7 +44,7 @@ class Mistral4Config(DecoderConfig):
         Only("model_type", "mistral4", is_written=False),  # the text model may be of another type
         without=("n_kv_heads", "head_size"),
     )
-    aliases = MappingProxyType({"num_local_experts": "n_routed_experts"})
+    aliases = Aliases(num_local_experts="n_routed_experts")
     names = Names(
         {
             **{disk: held for disk, held in expert_names().items() if "{}" not in disk},

@@ -5,12 +5,11 @@ Source: *Introducing MPT-7B* (MosaicML, 2023).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from ._kinds import OBJECT, POSITIVE, RATE
 from .decoder import Decoder, DecoderConfig, Names, Shared, rows
-from .hf import ConfigReader, Field, Fields, Fixed, published
+from .hf import Aliases, ConfigReader, Field, Fields, Fixed, published
 
 
 class _Attention(Shared):
@@ -67,7 +66,7 @@ class MptConfig(DecoderConfig):
         *Fixed(expansion_ratio=4, no_bias=True, logit_scale=None),
         without=("d_mlp", "n_kv_heads", "head_size", "rope_theta", "activation"),
     )
-    aliases = MappingProxyType({"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"})
+    aliases = Aliases(hidden_size="d_model", num_hidden_layers="n_layers", num_attention_heads="n_heads")
     names = Names(
         {
             "norm_1": "attention_norm",

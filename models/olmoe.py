@@ -6,10 +6,9 @@ Sources: *OLMoE: Open Mixture-of-Experts Language Models* (arXiv:2409.02060); *F
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from .decoder import Decoder, Names, expert_names, rows
-from .hf import Fields, Only, published
+from .hf import Aliases, Fields, Only, published
 from .olmo import Olmo2Config
 
 
@@ -55,7 +54,7 @@ class FlexOlmoConfig(OlmoeConfig):
         *Fields(attention_bias="attention_bias", n_experts="num_experts", n_chosen="num_experts_per_tok"),
         *Fields(renormalize="norm_topk_prob"),
     )
-    aliases = MappingProxyType({"num_local_experts": "num_experts"})
+    aliases = Aliases(num_local_experts="num_experts")
     names = Names({**Olmo2Config.names.block, **expert_names()})
 
 

@@ -5,7 +5,6 @@ github.com/facebookresearch/metaseq.
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from ._kinds import RATE, TEXT
 from .decoder import Choice, Decoder, GPTConfig, Inner, Names, rows
@@ -38,10 +37,10 @@ class OPTConfig(GPTConfig):
         ),
         Inner("ffn_dim", None, default=3072, save=lambda config: config.inner),
         Field("activation_function", "activation", TEXT),
-        Choice("do_layer_norm_before", MappingProxyType({"norm_places": ("sum", "pre")}), default=True),
-        Choice("_remove_final_layer_norm", MappingProxyType({"has_final_norm": (True, False)}), default=False),
-        Choice("enable_bias", MappingProxyType({"attention_bias": (False, True), "mlp_bias": (False, True)}), default=True),
-        Choice("layer_norm_elementwise_affine", MappingProxyType({"norm": ("plain_layer", "layer")}), default=True),
+        Choice("do_layer_norm_before", {"norm_places": ("sum", "pre")}, default=True),
+        Choice("_remove_final_layer_norm", {"has_final_norm": (True, False)}, default=False),
+        Choice("enable_bias", {"attention_bias": (False, True), "mlp_bias": (False, True)}, default=True),
+        Choice("layer_norm_elementwise_affine", {"norm": ("plain_layer", "layer")}, default=True),
         Field("dropout", "residual_dropout", RATE),
         Field("init_std"),
         without=("n_kv_heads", "head_size", "rope_theta", "norm_eps"),

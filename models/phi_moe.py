@@ -5,12 +5,11 @@ Sources: *Phi-3* (arXiv:2404.14219); *GRIN* (arXiv:2409.12136); *SlimMoE* (arXiv
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from ._kinds import POSITIVE
 from .decoder import Decoder, Rope, Window, rows
-from .hf import ConfigReader, Field, Fields, Only, published
+from .hf import Aliases, ConfigReader, Field, Fields, Only, published
 from .mistral import MixtralConfig
 from .nn import LongScaling
 
@@ -47,7 +46,7 @@ class PhimoeConfig(MixtralConfig):
     renormalize = False
 
     model_type = "phimoe"
-    aliases = MappingProxyType({})
+    aliases = Aliases()
     rows = rows(
         _Rope(kinds=("default", "longrope")),
         Window(),

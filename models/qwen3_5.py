@@ -7,10 +7,9 @@ Source: Qwen team 2026, *Qwen3.5*, as in `transformers`.
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from .decoder import DELTA, DELTA_NAMES, Decoder, Names, Rope, expert_names, rows
-from .hf import Field, Fields, Only, published
+from .hf import Aliases, Field, Fields, Only, published
 from .qwen import Qwen3Config
 
 _BLOCK = {
@@ -82,7 +81,7 @@ class Qwen3_5MoeConfig(Qwen3_5Config):
         *Fields(n_chosen="num_experts_per_tok"),
         without=("d_mlp",),
     )
-    aliases = MappingProxyType({"num_local_experts": "num_experts"})
+    aliases = Aliases(num_local_experts="num_experts")
     names = Names({**expert_names("shared_expert"), **_BLOCK}, **_OTHERS)
     sizes = published({"35b-a3b": {}}, **_PUBLISHED)
 

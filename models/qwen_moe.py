@@ -4,10 +4,9 @@ Sources: *Qwen2* (arXiv:2407.10671); *Qwen3* (arXiv:2505.09388).
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from .decoder import EXPERTS, Decoder, Names, expert_names, rows
-from .hf import Field, Fields, Only, published
+from .hf import Aliases, Field, Fields, Only, published
 from .qwen import Qwen2Config, Qwen3Config
 
 _EXPERTS = (*EXPERTS, Only("use_sliding_window", False))
@@ -57,7 +56,7 @@ class Qwen3MoeConfig(Qwen3Config):
 
     model_type = "qwen3_moe"
     rows = rows(Field("attention_bias"), *_EXPERTS)
-    aliases = MappingProxyType({"num_local_experts": "num_experts"})
+    aliases = Aliases(num_local_experts="num_experts")
     names = Names(expert_names())
     sizes = published(
         {

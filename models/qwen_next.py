@@ -6,10 +6,9 @@ Sources: Qwen team 2025, *Qwen3-Next*; *Gated Delta Networks* (arXiv:2412.06464)
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from .decoder import DELTA, DELTA_NAMES, EXPERTS, ByHead, Decoder, DecoderConfig, Names, Rope, expert_names, rows
-from .hf import Field, published
+from .hf import Aliases, Field, published
 
 
 def _key_heads(config: DecoderConfig) -> int:
@@ -36,7 +35,7 @@ class Qwen3NextConfig(DecoderConfig):
     rows = rows(
         *DELTA, Rope(has_share=True), Field("attention_bias"), Field("shared_expert_intermediate_size", "d_shared"), *EXPERTS
     )
-    aliases = MappingProxyType({"num_local_experts": "num_experts"})
+    aliases = Aliases(num_local_experts="num_experts")
     names = Names(
         {
             **expert_names("shared_expert"),

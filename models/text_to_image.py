@@ -233,10 +233,8 @@ class TextToImage(eqx.Module):
         if scheduler is None:
             scheduler = next((known for known in cls.schedulers if known.class_name == named), None)
         if scheduler is None or not issubclass(scheduler, cls.schedulers):
-            known, found = (
-                " or ".join(known.__name__ for known in cls.schedulers),
-                scheduler.__name__ if scheduler else named,
-            )
+            known = " or ".join(known.__name__ for known in cls.schedulers)
+            found = scheduler.__name__ if scheduler else named
             raise ValueError(
                 f"`{path / INDEX}`: `scheduler`: expected {known}, got {found}. "
                 "Pass `scheduler=`, the class that takes its place."

@@ -9,6 +9,7 @@ from ._compare import Differences as Differences, compare_weights as compare_wei
 from ._config import (
     BLOCKS as BLOCKS,
     DROPOUT as DROPOUT,
+    Aliases as Aliases,
     Classes as Classes,
     Field as Field,
     Fields as Fields,

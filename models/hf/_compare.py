@@ -96,11 +96,7 @@ def compare_weights(
 
     Raises ValueError for a missing folder, or for a `*` that the other side lacks.
     """
-    check_model(model)
-    where = _existing(folder)
-    shapes = _shapes(*where)
-    leaves = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
-    tensors = {name: _fitted(_tensor(name, leaf, names or {}), leaf, shapes) for name, leaf in leaves.items()}
+    where, shapes, leaves, tensors = _matched(model, folder, names or {})
     wanted = {disk for tensor in tensors.values() for disk in tensor.on_disk}
     patterns = [re.compile(re.escape(glob).replace(r"\*", ".*")) for glob in ignored]
     extra = [name for name in sorted(shapes) if name not in wanted and not any(p.fullmatch(name) for p in patterns)]
@@ -163,28 +159,24 @@ def load_weights(
 
     Raises ValueError that lists what differs.
     """
-    check_model(model)
-    where = _existing(folder)
-    shapes = _shapes(*where)
-    leaves = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
-    tensors = {name: _fitted(_tensor(name, leaf, names or {}), leaf, shapes) for name, leaf in leaves.items()}
+    where, _, _, tensors = _matched(model, folder, names or {})
     return _load(model, tensors, ignored, *where, dtype=dtype, deployer=deployer, plan=plan)
 
 
-def _existing(folder: str | Location) -> tuple[Location, str]:
-    """Returns a folder, and the start of its weight files' names."""
-    path = location(folder, "folder")
+def _matched(model: Any, folder: str | Location, names: Mapping[str, str]) -> tuple[Any, ...]:
+    """Returns a folder and the start of its weight files' names; the shapes of its tensors, which are none in a dry run
+    without weights; the leaves of a model; and the tensor of each."""
+    check_model(model)
+    path, stem = location(folder, "folder"), "model"
     if path.name.endswith(".safetensors") and path.is_file():
-        return path.parent, path.name.removesuffix(".safetensors")
-    if not path.is_dir():
+        path, stem = path.parent, path.name.removesuffix(".safetensors")
+    elif not path.is_dir():
         raise wrong(path, "a folder or a safetensors file", "none", "Pass the one that holds the weights.")
-    return path, "model"
-
-
-def _shapes(folder: Location, stem: str) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a folder's tensors; of none in a dry run without weights."""
-    source = weights_of(folder, stem)
-    return {} if source is None else {name: tuple(source.view(name).shape) for name in source.names()}
+    source = weights_of(path, stem)
+    shapes = {} if source is None else {name: tuple(source.view(name).shape) for name in source.names()}
+    leaves = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
+    tensors = {name: _fitted(_tensor(name, leaf, names), leaf, shapes) for name, leaf in leaves.items()}
+    return (path, stem), shapes, leaves, tensors
 
 
 def _load(

@@ -142,6 +142,11 @@ def Fixed(*, is_written: bool = True, **values: Any) -> tuple[Only, ...]:
     return tuple(Only(key, value, is_written=is_written) for key, value in values.items())
 
 
+def Aliases(**first: str) -> Mapping[str, str]:
+    """Returns `aliases` of a table: the first name of each alternative one."""
+    return MappingProxyType(first)
+
+
 @dataclass(frozen=True)
 class Written(Row):
     """A key that is written but not checked, such as the type of the file."""

@@ -7,7 +7,7 @@ width of the context, time = width of the embedded timestep.
 import functools
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -28,6 +28,14 @@ def _mlp(d: int, key: PRNGKeyArray) -> Mlp:
     gate_key, up_key, down_key = jax.random.split(key, 3)
     gate, up = (eqx.nn.Linear(d, 4 * d, key=key) for key in (gate_key, up_key))
     return Mlp(gate, up, eqx.nn.Linear(4 * d, d, key=down_key), activation="gelu")
+
+
+class Given(NamedTuple):
+    """What every block reads besides its input."""
+
+    time: Float[Array, " time"]
+    context: Float[Array, "source context"]
+    mask: Bool[Array, "1 source"] | None  # True for tokens of the context that are attended to
 
 
 class TransformerBlock(eqx.Module):
@@ -133,22 +141,14 @@ class DownBlock(eqx.Module):
         self.downsampler = None if is_last else eqx.nn.Conv2d(c, c, 3, stride=2, padding=1, key=sampler_key)
         self.remat = config.remat
 
-    def __call__(
-        self,
-        x: Float[Array, "c h w"],
-        time: Float[Array, " time"],
-        context: Float[Array, "source context"],
-        mask: Bool[Array, "1 source"] | None,
-        *,
-        key: PRNGKeyArray | None = None,
-    ) -> list[Array]:
+    def __call__(self, x: Float[Array, "c h w"], given: Given, *, key: PRNGKeyArray | None = None) -> list[Array]:
         """Returns the outputs of all steps of the block. The up blocks use all of them, the next down block the last one."""
         skips = []
         keys = _split(key, len(self.resnets))
         for resnet, transformer, key in zip_longest(self.resnets, self.attentions, keys):
-            x = apply(resnet, x, time, remat=self.remat, key=key)
+            x = apply(resnet, x, given.time, remat=self.remat, key=key)
             if transformer is not None:
-                x = apply(transformer, x, context, mask, remat=self.remat)
+                x = apply(transformer, x, given.context, given.mask, remat=self.remat)
             skips.append(x)
         return skips if self.downsampler is None else [*skips, self.downsampler(x)]
 
@@ -168,19 +168,11 @@ class MidBlock(eqx.Module):
         self.attentions = [Transformer(-1, config, only_cross_attention=False, key=transformer_key)]
         self.remat = config.remat
 
-    def __call__(
-        self,
-        x: Float[Array, "c h w"],
-        time: Float[Array, " time"],
-        context: Float[Array, "source context"],
-        mask: Bool[Array, "1 source"] | None,
-        *,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "c h w"]:
+    def __call__(self, x: Float[Array, "c h w"], given: Given, *, key: PRNGKeyArray | None = None) -> Float[Array, "c h w"]:
         keys = _split(key, 2)
-        x = apply(self.resnets[0], x, time, remat=self.remat, key=keys[0])
-        x = apply(self.attentions[0], x, context, mask, remat=self.remat)
-        return apply(self.resnets[1], x, time, remat=self.remat, key=keys[1])
+        x = apply(self.resnets[0], x, given.time, remat=self.remat, key=keys[0])
+        x = apply(self.attentions[0], x, given.context, given.mask, remat=self.remat)
+        return apply(self.resnets[1], x, given.time, remat=self.remat, key=keys[1])
 
 
 class UpBlock(eqx.Module):
@@ -207,14 +199,7 @@ class UpBlock(eqx.Module):
         self.remat = config.remat
 
     def __call__(
-        self,
-        x: Float[Array, "c h w"],
-        skips: list[Array],
-        time: Float[Array, " time"],
-        context: Float[Array, "source context"],
-        mask: Bool[Array, "1 source"] | None,
-        *,
-        key: PRNGKeyArray | None = None,
+        self, x: Float[Array, "c h w"], skips: list[Array], given: Given, *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "out h2 w2"]:
         """**Arguments:**
 
@@ -222,9 +207,9 @@ class UpBlock(eqx.Module):
         """
         keys = _split(key, len(self.resnets))
         for resnet, transformer, key in zip_longest(self.resnets, self.attentions, keys):
-            x = apply(resnet, jnp.concatenate([x, skips.pop()]), time, remat=self.remat, key=key)
+            x = apply(resnet, jnp.concatenate([x, skips.pop()]), given.time, remat=self.remat, key=key)
             if transformer is not None:
-                x = apply(transformer, x, context, mask, remat=self.remat)
+                x = apply(transformer, x, given.context, given.mask, remat=self.remat)
         if self.upsampler is None:
             return x
         _, h, w = skips[-1].shape  # halving rounds odd sizes up
@@ -310,23 +295,23 @@ class UNet(Pretrained):
         Raises ValueError if the model needs `pooled` and `sizes` but does not get them, in the widths of the config, and the
         reverse.
         """
-        attended = None if mask is None else mask[None]
         mid_key, *keys = _split(key, 1 + 2 * len(self.down_blocks))
         waves = sinusoids(jnp.asarray(timestep), self.config.block_channels[0], **self.config.wave_options)
         time = self.time_embedding(waves.astype(sample.dtype))
         added = self._added(pooled, sizes, sample.dtype)
         if added is not None and self.add_embedding is not None:
             time = time + self.add_embedding(added)
+        given = Given(time, context, None if mask is None else mask[None])
         x = self.conv_in(2 * sample - 1 if self.config.centers_input else sample)
         skips = [x]
         with jax.named_scope("down"):
             for block in self.down_blocks:
-                skips += block(skips[-1], time, context, attended, key=keys.pop())
+                skips += block(skips[-1], given, key=keys.pop())
         with jax.named_scope("mid"):
-            x = self.mid_block(skips[-1], time, context, attended, key=mid_key)
+            x = self.mid_block(skips[-1], given, key=mid_key)
         with jax.named_scope("up"):
             for block in self.up_blocks:
-                x = block(x, skips, time, context, attended, key=keys.pop())
+                x = block(x, skips, given, key=keys.pop())
         return self.conv_out(jax.nn.silu(self.conv_norm_out(x)))
 
     def _added(self, pooled: Array | None, sizes: Array | None, dtype: Any) -> Array | None:
