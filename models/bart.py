@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from ._kinds import RATE, TEXT
 from .generation import EncoderDecoder, Generation
 from .hf import (
+    Aliases,
     ConfigReader,
     Field,
     Fields,
@@ -55,13 +56,6 @@ from .nn import (
 )
 
 _FORCED = "forced_bos_token_id"
-# Alternative names of keys, which transformers accepts too.
-_ALIASES = {
-    "hidden_size": "d_model",
-    "num_attention_heads": "encoder_attention_heads",
-    "num_hidden_layers": "encoder_layers",
-}
-
 
 # The rows of both sides, which Whisper shares.
 SIDES = (
@@ -169,7 +163,9 @@ class BartConfig(FolderConfig):
         ),
         Field("init_std"),
     )
-    aliases = _ALIASES
+    aliases = Aliases(
+        hidden_size="d_model", num_attention_heads="encoder_attention_heads", num_hidden_layers="encoder_layers"
+    )
 
 
 def _block(config: BartConfig, key: PRNGKeyArray, *, is_decoder: bool) -> Block:

@@ -11,7 +11,7 @@ from typing import Any
 from redeqx.errors import wrong
 
 from .._kinds import COUNT, LIST, POSITIVE, RATE, SIZE, TEXT, Kind
-from ..hf import Classes, ConfigReader, Field, Fields, Only, Row, Tokens, Written
+from ..hf import Aliases, Classes, ConfigReader, Field, Fields, Only, Row, Tokens, Written
 from ..nn import DynamicScaling
 from ._rope import Rope
 
@@ -152,13 +152,8 @@ GPT_ROWS: tuple[Row, ...] = (
     *Fields(RATE, embedding_dropout="embd_pdrop", attention_dropout="attn_pdrop", residual_dropout="resid_pdrop"),
     Field("layer_norm_epsilon", "norm_eps"),
 )
-GPT_ALIASES: Mapping[str, str] = MappingProxyType(
-    {
-        "hidden_size": "n_embd",
-        "max_position_embeddings": "n_positions",
-        "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
-    }
+GPT_ALIASES: Mapping[str, str] = Aliases(
+    hidden_size="n_embd", max_position_embeddings="n_positions", num_attention_heads="n_head", num_hidden_layers="n_layer"
 )
 
 

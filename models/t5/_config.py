@@ -7,7 +7,7 @@ from redeqx.errors import wrong
 
 from .._kinds import RATE
 from ..generation import Generation
-from ..hf import ConfigReader, Field, Fields, Fixed, FolderConfig, ModelType, Only, Tokens, published
+from ..hf import Aliases, ConfigReader, Field, Fields, Fixed, FolderConfig, ModelType, Only, Tokens, published
 from ..nn import check_rates, check_sizes
 
 _MLPS = ("relu", "gated-gelu", "gated-silu")
@@ -16,15 +16,6 @@ _MLPS = ("relu", "gated-gelu", "gated-silu")
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "t5": {},
     "mt5": {"vocab_size": 250112, "d_ff": 1024, "n_layers": 8, "n_heads": 6, "mlp": "gated-gelu"},
-}
-
-
-# Alternative names of keys, which transformers accepts too.
-_ALIASES = {
-    "hidden_size": "d_model",
-    "num_attention_heads": "num_heads",
-    "num_hidden_layers": "num_layers",
-    "head_dim": "d_kv",
 }
 
 
@@ -169,4 +160,6 @@ class T5Config(FolderConfig):
         Tokens("decoder_start"),
         Field("initializer_factor", "init_factor"),
     )
-    aliases = _ALIASES
+    aliases = Aliases(
+        hidden_size="d_model", num_attention_heads="num_heads", num_hidden_layers="num_layers", head_dim="d_kv"
+    )

@@ -9,30 +9,9 @@ from redeqx.errors import wrong
 
 from .._kinds import COUNT, LIST, RATE, SIZE
 from ..diffusion import check_groups, diffusers, layers_of_blocks, one_or_many, size_of_sample, sizes_of_blocks
-from ..hf import ConfigReader, Field, Fields, FolderConfig, Only, Row, published
+from ..hf import ConfigReader, Field, Fields, Fixed, FolderConfig, Only, Row, published
 from ..nn import check_rates, check_sizes
 
-# Keys for which only this value is implemented. It is also the value of an absent key.
-_ONLY = {
-    "mid_block_type": "UNetMidBlock2DCrossAttn",
-    "mid_block_scale_factor": 1,
-    "downsample_padding": 1,
-    "num_attention_heads": None,
-    "reverse_transformer_layers_per_block": None,
-    "dual_cross_attention": False,
-    "attention_type": "default",
-    "encoder_hid_dim": None,
-    "encoder_hid_dim_type": None,
-    "class_embed_type": None,
-    "num_class_embeds": None,
-    "class_embeddings_concat": False,
-    "resnet_time_scale_shift": "default",
-    "time_embedding_type": "positional",
-    "time_embedding_dim": None,
-    "time_embedding_act_fn": None,
-    "timestep_post_act": None,
-    "time_cond_proj_dim": None,
-}
 _DOWN = {"DownBlock2D": False, "CrossAttnDownBlock2D": True}  # whether a block of this type has attention
 _UP = {"UpBlock2D": False, "CrossAttnUpBlock2D": True}
 
@@ -190,7 +169,14 @@ class UNetConfig(FolderConfig):
 
     rows = (
         *diffusers("UNet2DConditionModel"),
-        *(Only(key, value, is_written=False) for key, value in _ONLY.items()),
+        # Each value is also that of an absent key.
+        *Fixed(is_written=False, mid_block_type="UNetMidBlock2DCrossAttn", mid_block_scale_factor=1, downsample_padding=1),
+        *Fixed(is_written=False, num_attention_heads=None, reverse_transformer_layers_per_block=None),
+        *Fixed(is_written=False, dual_cross_attention=False, attention_type="default", encoder_hid_dim=None),
+        *Fixed(is_written=False, encoder_hid_dim_type=None, class_embed_type=None, num_class_embeds=None),
+        *Fixed(is_written=False, class_embeddings_concat=False, resnet_time_scale_shift="default"),
+        *Fixed(is_written=False, time_embedding_type="positional", time_embedding_dim=None, time_embedding_act_fn=None),
+        *Fixed(is_written=False, timestep_post_act=None, time_cond_proj_dim=None),
         Only("act_fn", "silu", "swish"),  # two names for the same function
         *Fields(in_channels="in_channels", out_channels="out_channels"),
         Field("block_out_channels", "block_channels", via=sizes_of_blocks),

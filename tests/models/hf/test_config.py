@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,30 @@ def test_rest_returns_the_unread_keys():
         ValueError, match=r"`config\.json`: expected the key `rset`, got none\. Did you mean `rest`\? Add it"
     ):
         keys.get("rset")
+
+
+def test_a_plain_assignment_changes_the_default_of_an_inherited_field():
+    @dataclass(frozen=True)
+    class Small(LlamaConfig):
+        n_layers, n_heads = 2, 4
+        d_model: int = 16  # as a dataclass by itself needs it
+        new: int = 7
+
+        sizes = {"tiny": {"n_layers": 1}}  # noqa: RUF012  # read only
+
+    config = Small(n_heads=2)
+    assert (config.n_layers, config.n_heads, config.d_model, config.new) == (2, 2, 16, 7)
+    assert Small.of("tiny").n_layers == 1 and Small() != Small(n_layers=3)
+    assert LlamaConfig().n_layers == 32 and "7b" not in Small.sizes
+
+
+def test_published_sizes_are_not_inherited():
+    @dataclass(frozen=True)
+    class Other(LlamaConfig):
+        pass
+
+    with pytest.raises(ValueError, match="`size`: expected one of"):
+        Other.of("7b")
 
 
 def test_only_distinguishes_true_from_one():
