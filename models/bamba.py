@@ -10,7 +10,7 @@ from typing import Any
 
 from ._kinds import LIST
 from .decoder import Decoder, DecoderConfig, MixerLayers, Names, Rope, mamba_names, mamba_rows, rows
-from .hf import Aliases, ConfigReader, Field, Only, published
+from .hf import Aliases, ConfigReader, Fields, Only, published
 
 
 def _attention(reader: ConfigReader, known: Mapping[str, Any]) -> Sequence[int]:
@@ -48,7 +48,7 @@ class BambaConfig(DecoderConfig):
     rows = rows(
         Only("partial_rotary_factor", 0.5, None, is_written=False),  # transformers ignores it outside of `rope_parameters`
         Rope(has_share=True),
-        *map(Field, ("attention_bias", "mlp_bias")),
+        *Fields("attention_bias", "mlp_bias"),
         _Layers("linear_attention", _attention),
         *mamba_rows(),
     )

@@ -25,6 +25,7 @@ from .hf import (
     Fields,
     Fixed,
     FolderConfig,
+    Only,
     Pretrained,
     StoredTensor,
     Tokens,
@@ -62,9 +63,9 @@ SIDES = (
     Field("encoder_layers", "n_layers", via=ConfigReader.layers),
     Field("decoder_layers", "n_decoder_layers", via=ConfigReader.layers),
     *Fields(n_heads="encoder_attention_heads", n_decoder_heads="decoder_attention_heads", d_ff="encoder_ffn_dim"),
-    *Fields(d_decoder_ff="decoder_ffn_dim"),
+    Field("decoder_ffn_dim", "d_decoder_ff"),
     Field("activation_function", "activation", TEXT),
-    *Fields(RATE, dropout="dropout", attention_dropout="attention_dropout", activation_dropout="activation_dropout"),
+    *Fields("dropout", "attention_dropout", "activation_dropout", kind=RATE),
 )
 
 
@@ -149,8 +150,8 @@ class BartConfig(FolderConfig):
         *Fixed(is_written=False, is_decoder=False, is_causal=True),
         # Keys of the first versions of transformers, which had other models under this model's name.
         *Fixed(is_written=False, normalize_before=False, normalize_embedding=True, add_final_layer_norm=False),
-        *Fixed(is_written=False, static_position_embeddings=False),
-        *Fields(vocab_size="vocab_size", n_positions="max_position_embeddings", d_model="d_model"),
+        Only("static_position_embeddings", False, is_written=False),
+        *Fields("vocab_size", n_positions="max_position_embeddings", d_model="d_model"),
         *SIDES,
         Field("scale_embedding", "is_scaled"),
         Tokens("decoder_start", "forced_bos", "forced_eos"),

@@ -59,7 +59,7 @@ class DistilBertConfig(EncoderConfig):
         Field("n_layers", via=ConfigReader.layers),
         Field("n_heads"),
         Field("activation", kind=TEXT),
-        *Fields(RATE, dropout="dropout", attention_dropout="attention_dropout", classifier_dropout="seq_classif_dropout"),
+        *Fields("dropout", "attention_dropout", kind=RATE, classifier_dropout="seq_classif_dropout"),
         without=("n_token_types", "layer_norm_eps"),
     )
     aliases = Aliases(hidden_size="dim", num_attention_heads="n_heads", num_hidden_layers="n_layers")

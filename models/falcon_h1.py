@@ -99,7 +99,7 @@ class FalconH1Config(BambaConfig):
     model_type = "falcon_h1"
     aliases = Aliases()
     rows = rows(
-        *map(Field, ("attention_bias", "mlp_bias")),
+        *Fields("attention_bias", "mlp_bias"),
         *mamba_rows(("mamba_d_ssm", 1024)),
         *Fields(norms_states="mamba_rms_norm", norms_first="mamba_norm_before_gate"),
         Only("projectors_bias", False),

@@ -120,9 +120,9 @@ class Gemma3Config(Gemma2Config):
     """The sizes of a Gemma 3 for text. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size, n_positions = 262208, 131072
-    attention_cap, head_norm = None, "head"
+    head_norm = "head"
+    attention_cap = logit_cap = None
     rope_theta, local_rope_theta = 1000000.0, 10000.0
-    logit_cap = None
 
     model_type = "gemma3_text"
     part = "text_config"

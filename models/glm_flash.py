@@ -31,7 +31,7 @@ class Glm4MoeLiteConfig(DeepseekV3Config):
         *LATENT,
         *GROUPED,
         MlpTypes(),
-        *Fields(attention_bias="attention_bias", is_interleaved="rope_interleave"),
+        *Fields("attention_bias", is_interleaved="rope_interleave"),
         without=("n_kv_heads", "head_size"),
     )
     aliases = Aliases(num_local_experts="n_routed_experts", head_dim="qk_rope_head_dim")

@@ -57,8 +57,8 @@ class GPTNeoConfig(GPTConfig):
         _AttentionTypes(),
         Field("activation_function", "activation", TEXT),
         Field("layer_norm_epsilon", "norm_eps"),
-        *Fields(RATE, embedding_dropout="embed_dropout", attention_dropout="attention_dropout"),
-        *Fields(RATE, residual_dropout="resid_dropout"),
+        *Fields(kind=RATE, embedding_dropout="embed_dropout", attention_dropout="attention_dropout"),
+        Field("resid_dropout", "residual_dropout", RATE),
         without=("n_kv_heads", "head_size", "rope_theta"),
     )
     aliases = Aliases(num_attention_heads="num_heads", num_hidden_layers="num_layers")

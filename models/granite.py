@@ -11,8 +11,8 @@ from .decoder import Decoder, DecoderConfig, Experts, Names, rows
 from .hf import Field, Fields, Row, published
 
 FACTORS: tuple[Row, ...] = (
-    *Fields(POSITIVE, embedding_scale="embedding_multiplier", attention_scale="attention_multiplier"),
-    *Fields(POSITIVE, residual_scale="residual_multiplier", logit_divisor="logits_scaling"),
+    *Fields(kind=POSITIVE, embedding_scale="embedding_multiplier", attention_scale="attention_multiplier"),
+    *Fields(kind=POSITIVE, residual_scale="residual_multiplier", logit_divisor="logits_scaling"),
 )
 # The fields of all published models.
 _PUBLISHED: dict[str, Any] = {

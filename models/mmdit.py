@@ -134,7 +134,7 @@ class MMDiTConfig(FolderConfig):
         Field("patch_size"),
         Field("num_layers", "n_layers", via=ConfigReader.layers),
         *Fields(n_heads="num_attention_heads", head_size="attention_head_dim", context_size="joint_attention_dim"),
-        *Fields(pooled_size="pooled_projection_dim"),
+        Field("pooled_projection_dim", "pooled_size"),
         Only(
             "caption_projection_dim",
             lambda known: [known["n_heads"] * known["head_size"]],

@@ -61,7 +61,7 @@ class MptConfig(DecoderConfig):
     rows = rows(
         *Fields(n_positions="max_seq_len", d_model="d_model"),
         Field("n_layers", via=ConfigReader.layers),
-        *Fields(n_heads="n_heads", norm_eps="layer_norm_epsilon"),
+        *Fields("n_heads", norm_eps="layer_norm_epsilon"),
         _Attention("attn_config", "attention_dropout", "residual_dropout"),
         *Fixed(expansion_ratio=4, no_bias=True, logit_scale=None),
         without=("d_mlp", "n_kv_heads", "head_size", "rope_theta", "activation"),

@@ -13,7 +13,7 @@ from redeqx.errors import wrong
 
 from ._kinds import TEXT
 from .decoder import GROUPED, OLDER, Decoder, DecoderConfig, DrawnSteps, Names, StepLimits, expert_names, mamba_names, rows
-from .hf import ConfigReader, Field, Only, Row, published
+from .hf import ConfigReader, Field, Fields, Only, Row, published
 
 _LETTERS = {"M": "mixer", "E": "experts", "*": "attention", "-": "mlp"}  # of `hybrid_override_pattern`
 _KINDS = {"linear_attention": "mixer", "moe": "experts", "full_attention": "attention", "mlp": "mlp"}
@@ -71,7 +71,7 @@ class NemotronHConfig(DecoderConfig):
         *(row for row in GROUPED if "d_shared" not in row.keys),
         Field("moe_shared_expert_intermediate_size", "d_shared"),
         *(Field("layer_norm_epsilon", "norm_eps"), Field("mlp_hidden_act", "activation", TEXT)),
-        *map(Field, ("attention_bias", "mlp_bias", "conv_kernel")),
+        *Fields("attention_bias", "mlp_bias", "conv_kernel"),
         *(Field("use_conv_bias", "conv_bias"), Field("n_groups", "state_groups"), Field("ssm_state_size", "state_size")),
         *(Field("mamba_num_heads", "state_heads"), Field("mamba_head_dim", "state_value_size")),
         *(StepLimits("time_step_min"), DrawnSteps()),

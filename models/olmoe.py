@@ -8,7 +8,7 @@ Sources: *OLMoE: Open Mixture-of-Experts Language Models* (arXiv:2409.02060); *F
 from dataclasses import dataclass
 
 from .decoder import Decoder, Names, expert_names, rows
-from .hf import Aliases, Fields, Only, published
+from .hf import Aliases, Field, Fields, Only, published
 from .olmo import Olmo2Config
 
 
@@ -24,8 +24,8 @@ class OlmoeConfig(Olmo2Config):
 
     model_type = "olmoe"
     rows = rows(
-        *Fields(attention_bias="attention_bias", n_experts="num_experts", n_chosen="num_experts_per_tok"),
-        *Fields(renormalize="norm_topk_prob"),
+        *Fields("attention_bias", n_experts="num_experts", n_chosen="num_experts_per_tok"),
+        Field("norm_topk_prob", "renormalize"),
         Only("clip_qkv", None),
         without=("head_size",),
     )
@@ -51,8 +51,8 @@ class FlexOlmoConfig(OlmoeConfig):
 
     model_type = "flex_olmo"
     rows = rows(
-        *Fields(attention_bias="attention_bias", n_experts="num_experts", n_chosen="num_experts_per_tok"),
-        *Fields(renormalize="norm_topk_prob"),
+        *Fields("attention_bias", n_experts="num_experts", n_chosen="num_experts_per_tok"),
+        Field("norm_topk_prob", "renormalize"),
     )
     aliases = Aliases(num_local_experts="num_experts")
     names = Names({**Olmo2Config.names.block, **expert_names()})

@@ -50,7 +50,7 @@ class PhimoeConfig(MixtralConfig):
     rows = rows(
         _Rope(kinds=("default", "longrope")),
         Window(),
-        *Fields(attention_bias="attention_bias", head_bias="lm_head_bias", n_experts="num_local_experts"),
+        *Fields("attention_bias", head_bias="lm_head_bias", n_experts="num_local_experts"),
         Only("num_experts_per_tok", 2),
         Field("router_jitter_noise", "router_jitter"),
     )

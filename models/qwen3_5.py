@@ -78,7 +78,7 @@ class Qwen3_5MoeConfig(Qwen3_5Config):
     rows = rows(
         *_ROWS,
         *Fields(d_expert="moe_intermediate_size", d_shared="shared_expert_intermediate_size", n_experts="num_experts"),
-        *Fields(n_chosen="num_experts_per_tok"),
+        Field("num_experts_per_tok", "n_chosen"),
         without=("d_mlp",),
     )
     aliases = Aliases(num_local_experts="num_experts")

@@ -23,7 +23,7 @@ class SeedOssConfig(DecoderConfig):
 
     model_type = "seed_oss"
     rows = rows(
-        *Fields(attention_bias="attention_bias", output_bias="attention_out_bias", mlp_bias="mlp_bias"),
+        *Fields("attention_bias", output_bias="attention_out_bias", mlp_bias="mlp_bias"),
         Field("residual_dropout", kind=RATE),
     )
     sizes = published({"36b": {"d_model": 5120, "rope_theta": 10000000.0}})

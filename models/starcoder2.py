@@ -26,7 +26,7 @@ class Starcoder2Config(GPTConfig):
     model_type = "starcoder2"
     rows = rows(
         Field("norm_epsilon", "norm_eps"),
-        *Fields(RATE, embedding_dropout="embedding_dropout", residual_dropout="residual_dropout"),
+        *Fields("embedding_dropout", "residual_dropout", kind=RATE),
         Shared("use_bias", "attention_bias", "mlp_bias"),
         Window(),
         without=("head_size",),

@@ -108,7 +108,7 @@ class VAEConfig(FolderConfig):
     rows = (
         *diffusers("AutoencoderKL"),
         Only("act_fn", "silu", "swish"),  # two names for the same function
-        *Fields(in_channels="in_channels", out_channels="out_channels", latent_channels="latent_channels"),
+        *Fields("in_channels", "out_channels", "latent_channels"),
         Field("block_out_channels", "block_channels", via=sizes_of_blocks),
         _block_types("down_block_types", "DownEncoderBlock2D"),
         _block_types("up_block_types", "UpDecoderBlock2D"),
@@ -118,7 +118,7 @@ class VAEConfig(FolderConfig):
         Field("shift_factor", kind=NUMBER),
         *Fixed(is_written=False, latents_mean=None, latents_std=None),
         *Fields(has_mid_attention="mid_block_add_attention", has_quant_conv="use_quant_conv"),
-        *Fields(has_post_quant_conv="use_post_quant_conv"),
+        Field("use_post_quant_conv", "has_post_quant_conv"),
         Field("sample_size", via=size_of_sample),
         Field("force_upcast", "needs_float32"),
     )

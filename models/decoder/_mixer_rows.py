@@ -239,7 +239,7 @@ def mamba_rows(width: tuple[str, int] | None = None) -> tuple[Row, ...]:
     """
     return (
         *Fields(state_groups="mamba_n_groups", state_size="mamba_d_state", conv_kernel="mamba_d_conv"),
-        *Fields(conv_bias="mamba_conv_bias"),
+        Field("mamba_conv_bias", "conv_bias"),
         Only("mamba_proj_bias", False),
         StateHeads(width=width),
         StepLimits(),

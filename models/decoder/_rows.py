@@ -111,7 +111,7 @@ ROUTED: tuple[Row, ...] = (
 )
 EXPERTS: tuple[Row, ...] = (  # in Qwen's names
     *Fields(d_expert="moe_intermediate_size", n_experts="num_experts", n_chosen="num_experts_per_tok"),
-    *Fields(renormalize="norm_topk_prob"),
+    Field("norm_topk_prob", "renormalize"),
     Only("decoder_sparse_step", 1),
     FirstLayers(),
 )
@@ -145,11 +145,11 @@ def LogitScale(key: str, default: float = 1.0) -> Field:
 # The keys of GPT-2 that GPT-J has too, and alternative names of them.
 GPT_ROWS: tuple[Row, ...] = (
     Field("activation_function", "activation", TEXT),
-    *Fields(n_positions="n_positions", d_model="n_embd"),
+    *Fields("n_positions", d_model="n_embd"),
     Inner("n_inner"),
     Field("n_layer", "n_layers", via=ConfigReader.layers),
     Field("n_head", "n_heads"),
-    *Fields(RATE, embedding_dropout="embd_pdrop", attention_dropout="attn_pdrop", residual_dropout="resid_pdrop"),
+    *Fields(kind=RATE, embedding_dropout="embd_pdrop", attention_dropout="attn_pdrop", residual_dropout="resid_pdrop"),
     Field("layer_norm_epsilon", "norm_eps"),
 )
 GPT_ALIASES: Mapping[str, str] = Aliases(

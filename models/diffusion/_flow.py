@@ -71,7 +71,7 @@ class FlowMatchEuler(Scheduler):
         *Scheduler.rows,
         Field("shift", kind=POSITIVE),
         Field("use_dynamic_shifting", "is_dynamic"),
-        *Fields(NUMBER, base_shift="base_shift", max_shift="max_shift"),
+        *Fields("base_shift", "max_shift", kind=NUMBER),
         *Fields(base_patches="base_image_seq_len", max_patches="max_image_seq_len"),
         Only("time_shift_type", *_SHIFTS, name="shift_kind"),
         *Fixed(shift_terminal=None, invert_sigmas=False, stochastic_sampling=False),

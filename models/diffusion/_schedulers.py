@@ -66,7 +66,7 @@ class BetaScheduler(Scheduler):
     rows = (
         *Scheduler.rows,
         Only("trained_betas", None, is_written=False),
-        *Fields(RATE, beta_start="beta_start", beta_end="beta_end"),
+        *Fields("beta_start", "beta_end", kind=RATE),
         Only("beta_schedule", *_BETAS, name="beta_schedule"),
         Field("rescale_betas_zero_snr", "has_zero_snr"),
         Only("prediction_type", *_PREDICTIONS, name="prediction_type"),

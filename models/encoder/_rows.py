@@ -8,8 +8,8 @@ from ..hf import BLOCKS, DROPOUT, Classes, Field, Fields, Fixed, ModelType, Only
 
 ROWS: tuple[Row, ...] = (
     Only("tie_word_embeddings", True),
-    *Fields(vocab_size="vocab_size", n_positions="max_position_embeddings", n_token_types="type_vocab_size"),
-    *Fields(d_ff="intermediate_size"),
+    *Fields("vocab_size", n_positions="max_position_embeddings", n_token_types="type_vocab_size"),
+    Field("intermediate_size", "d_ff"),
     *BLOCKS,
     *DROPOUT,
     Classes(),

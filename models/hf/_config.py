@@ -90,9 +90,11 @@ class Field(Row):
         return {self.key: list(value) if isinstance(value, tuple) else value}
 
 
-def Fields(kind: Kind | None = None, **keys: str) -> tuple[Field, ...]:
-    """Returns a row for each of several fields, by its key: `Fields(n_experts="num_experts")`. `kind` is that of all."""
-    return tuple(Field(key, None if key == name else name, kind) for name, key in keys.items())
+def Fields(*same: str, kind: Kind | None = None, **keys: str) -> tuple[Field, ...]:
+    """Returns a row for each of several fields, by its key: `Fields("d_model", n_experts="num_experts")`. The first ones are
+    called as their keys. `kind` is that of all."""
+    others = (Field(key, None if key == name else name, kind) for name, key in keys.items())
+    return (*(Field(key, kind=kind) for key in same), *others)
 
 
 class Only(Row):

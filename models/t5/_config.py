@@ -137,7 +137,7 @@ class T5Config(FolderConfig):
     rows = (
         ModelType(_DEFAULTS),
         *Fixed(is_written=False, is_decoder=False, is_causal=True),
-        *Fields(vocab_size="vocab_size", d_model="d_model", d_kv="d_kv", d_ff="d_ff"),
+        *Fields("vocab_size", "d_model", "d_kv", "d_ff"),
         Field("num_layers", "n_layers", via=ConfigReader.layers),
         Field("num_decoder_layers", "n_decoder_layers", via=ConfigReader.layers, default=lambda known: known["n_layers"]),
         Field("num_heads", "n_heads"),

@@ -178,7 +178,7 @@ class UNetConfig(FolderConfig):
         *Fixed(is_written=False, time_embedding_type="positional", time_embedding_dim=None, time_embedding_act_fn=None),
         *Fixed(is_written=False, timestep_post_act=None, time_cond_proj_dim=None),
         Only("act_fn", "silu", "swish"),  # two names for the same function
-        *Fields(in_channels="in_channels", out_channels="out_channels"),
+        *Fields("in_channels", "out_channels"),
         Field("block_out_channels", "block_channels", via=sizes_of_blocks),
         _attention_of_blocks("down_block_types", "down_attention", _DOWN),
         _attention_of_blocks("up_block_types", "up_attention", _UP),
@@ -188,7 +188,7 @@ class UNetConfig(FolderConfig):
         Field("cross_attention_dim", "context_size"),
         Field("only_cross_attention", via=one_or_many),
         _Added(),
-        *Fields(use_linear_projection="use_linear_projection", norm_groups="norm_num_groups", norm_eps="norm_eps"),
+        *Fields("use_linear_projection", norm_groups="norm_num_groups", norm_eps="norm_eps"),
         Field("dropout", kind=RATE),
         Field("flip_sin_to_cos", "flips_sin_to_cos"),
         Field("freq_shift", kind=COUNT),

@@ -38,7 +38,7 @@ VIT: tuple[Row, ...] = (
 )
 TEXTS: tuple[Row, ...] = (
     Written("model_type", lambda config: config.model_type),
-    *Fields(vocab_size="vocab_size", n_positions="max_position_embeddings"),
+    *Fields("vocab_size", n_positions="max_position_embeddings"),
     *TRANSFORMER,
 )
 

@@ -47,7 +47,7 @@ class WhisperConfig(BartConfig):
         Only("is_encoder_decoder", True),
         Only("is_causal", True, is_written=False),
         *Fixed(tie_word_embeddings=True, scale_embedding=False, apply_spec_augment=False),
-        *Fields(vocab_size="vocab_size", n_mels="num_mel_bins", n_source_positions="max_source_positions"),
+        *Fields("vocab_size", n_mels="num_mel_bins", n_source_positions="max_source_positions"),
         *Fields(n_positions="max_target_positions", d_model="d_model"),
         *SIDES,
         Tokens("decoder_start"),
