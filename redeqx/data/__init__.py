@@ -8,7 +8,6 @@ from ._batches import Batch as Batch, batches as batches
 from ._collate import (
     collate as collate,
     collated_shapes as collated_shapes,
-    micro_batch_shapes as micro_batch_shapes,
     n_tokens as n_tokens,
 )
 from ._examples import (

@@ -7,13 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .._tree import as_bare_shapes, named_leaves, render
-from ..dims import UNKNOWN, with_rows
 from ..errors import check_integers, example_note
-from ._rows import BatchSize
 
 
 def read(examples: Any, indices: Iterable[Any], places: Sequence[int] | None = None) -> list[Any]:
@@ -98,11 +95,6 @@ def check_leading_dims(batch: PyTree[np.ndarray], n_rows: int, collate_one: Call
 def collated_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[Any]) -> PyTree:
     """Returns the shapes of the result of `collate`."""
     return as_bare_shapes(collate(collate_fn, list(examples)))
-
-
-def micro_batch_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[Any], size: BatchSize, mesh: Mesh) -> PyTree:
-    """Returns the shapes of the first micro-batch of a step with these examples, as `loss_fn` receives it."""
-    return with_rows(collated_shapes(collate_fn, examples), size.cut(len(examples), UNKNOWN, mesh)[0].rows)
 
 
 _OTHERS = (np.timedelta64, np.longdouble, np.clongdouble)  # NumPy calls them numbers, JAX has none

@@ -41,11 +41,6 @@ def expected_length(loop: str) -> int | None:
     return int(found.group(1)) if found else None
 
 
-def is_recomputed(eqn: Any) -> bool:
-    """Whether an equation in the gradient of a remat computes a value of the forward pass again. JAX names their scope."""
-    return "rematted_computation" in str(eqn.source_info.name_stack)
-
-
 class Entered(NamedTuple):
     """The programs inside a step of a program: how often it runs them, whether it runs only one of them, and whether that is
     usually the cheapest."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ._fold import fold, is_recomputed
+from ._fold import fold
 
 
 def _dtype(eqn: Any) -> str:
@@ -42,7 +42,8 @@ def matmul_flops(
     """
 
     def count(eqn: Any) -> dict[str, int] | None:
-        if not with_recomputation and is_recomputed(eqn):
+        # JAX names the scope of what the gradient of a remat computes again.
+        if not with_recomputation and "rematted_computation" in str(eqn.source_info.name_stack):
             return {}
         flops = product_flops(eqn, with_recomputation=with_recomputation)
         if flops and not with_masked and eqn.primitive.name in ("attention", "attention_gradient"):

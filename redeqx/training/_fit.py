@@ -17,17 +17,17 @@ from ..data import (
     BatchSize,
     Slice,
     check_examples,
+    collated_shapes,
     differs_by_epoch,
     examples_of,
     known_size,
-    micro_batch_shapes,
     n_slices,
     sample_of,
     size_of,
     slices,
     source_of,
 )
-from ..dims import UNKNOWN
+from ..dims import UNKNOWN, with_rows
 from ..errors import (
     brief,
     check_count,
@@ -380,8 +380,10 @@ class Fit:
     def _place_for_examples(self, start: Position) -> None:
         examples = examples_of(self.options.train_examples, 0)
         step = None if size_of(examples) is None else next(self.steps(Position(start.fit), examples))
-        task, mesh = self.engine.task, self.engine.deployer.mesh
-        shapes = None if step is None else micro_batch_shapes(task.collate_fn, step.examples, self.size, mesh)
+        shapes = None
+        if step is not None:
+            n_rows = self.size.cut(len(step.examples), UNKNOWN, self.engine.deployer.mesh)[0].rows
+            shapes = with_rows(collated_shapes(self.engine.task.collate_fn, step.examples), n_rows)
         self.engine.place(shapes)
 
     # --- what callbacks do -------------------------------------------------------------------------------------------
