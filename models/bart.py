@@ -137,13 +137,13 @@ class BartConfig(FolderConfig):
 
     sizes = published(
         {
-            "base": {"d_model": 768, "d_ff": 3072, "d_decoder_ff": 3072, "n_layers": 6, "n_decoder_layers": 6}
-            | {"n_heads": 12, "n_decoder_heads": 12, "forced_bos_token_id": 0},
+            "base": {"d_model": 768, "d_ff": 3072, "d_decoder_ff": 3072, "n_layers": 6, "n_decoder_layers": 6,
+                     "n_heads": 12, "n_decoder_heads": 12, "forced_bos_token_id": 0},
             "large": {},
         },
         attention_dropout=0.1,
         activation_dropout=0.1,
-    )
+    )  # fmt: skip
     rows = (
         Written("model_type", "bart"),
         *Fixed(is_encoder_decoder=True, tie_word_embeddings=True),

@@ -85,11 +85,11 @@ class CLIPTextWithProjectionConfig(CLIPTextConfig):
     # The second one of Stable Diffusion XL and 3, OpenCLIP's ViT-bigG/14; and the first one of 3, OpenAI's ViT-L/14.
     sizes = published(
         {
-            "sdxl": {"d_model": 1280, "d_ff": 5120, "n_layers": 32, "n_heads": 20, "activation": "gelu"}
-            | {"d_projection": 1280},
+            "sdxl": {"d_model": 1280, "d_ff": 5120, "n_layers": 32, "n_heads": 20, "activation": "gelu",
+                     "d_projection": 1280},
             "sd3": {"d_model": 768, "d_ff": 3072, "n_heads": 12, "d_projection": 768},
         }
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,11 @@ class CLIPConfig(PairConfig):
         {
             "vit-base-patch32": {},
             "vit-base-patch16": {"vision": CLIPVisionConfig(patch_size=16)},
-            "vit-large-patch14": {"text": CLIPTextConfig.of("sd1")}
-            | {"vision": CLIPVisionConfig(patch_size=14, d_model=1024, d_ff=4096, n_layers=24, n_heads=16)}
-            | {"d_projection": 768},
+            "vit-large-patch14": {
+                "text": CLIPTextConfig.of("sd1"),
+                "vision": CLIPVisionConfig(patch_size=14, d_model=1024, d_ff=4096, n_layers=24, n_heads=16),
+                "d_projection": 768,
+            },
         }
     )
 

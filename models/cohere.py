@@ -57,10 +57,10 @@ class Cohere2Config(CohereConfig):
     )
     sizes = published(
         {
-            "7b": {"n_positions": 8192, "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_mlp": 14336}
-            | {"rope_theta": 50000.0, "logit_divisor": 4.0}
+            "7b": {"n_positions": 8192, "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_mlp": 14336,
+                   "rope_theta": 50000.0, "logit_divisor": 4.0}
         }
-    )
+    )  # fmt: skip
 
     rotated = property(lambda config: tuple(window is not None for window in config.windows))  # those with a window
 

@@ -58,15 +58,15 @@ class DeepseekV2Config(DecoderConfig):
     names = Names({**expert_names(), **LATENT_NAMES})
     sizes = published(
         {
-            "lite": {"d_model": 2048, "d_mlp": 10944, "n_layers": 27, "n_heads": 16, "query_latent_size": None}
-            | {"d_expert": 1408, "d_shared": 2816},
-            "236b": {"d_model": 5120, "d_mlp": 12288, "n_layers": 60, "n_heads": 128, "n_experts": 160, "router_scale": 16.0}
-            | {"n_expert_groups": 8, "n_chosen_groups": 3, "d_expert": 1536, "d_shared": 3072},
+            "lite": {"d_model": 2048, "d_mlp": 10944, "n_layers": 27, "n_heads": 16, "query_latent_size": None,
+                     "d_expert": 1408, "d_shared": 2816},
+            "236b": {"d_model": 5120, "d_mlp": 12288, "n_layers": 60, "n_heads": 128, "n_experts": 160, "router_scale": 16.0,
+                     "n_expert_groups": 8, "n_chosen_groups": 3, "d_expert": 1536, "d_shared": 3072},
         },
         n_dense=1,
         bos_token_id=100000,
         eos_token_id=100001,
-    )
+    )  # fmt: skip
 
 
 class DeepseekV2(Decoder, config=DeepseekV2Config, init=False):

@@ -35,10 +35,10 @@ class Dots1Config(DecoderConfig):
     names = Names(expert_names())
     sizes = published(
         {
-            "142b": {"n_positions": 32768, "d_model": 4096, "n_dense": 1, "renormalize": True, "router_scale": 2.5}
-            | {"rope_theta": 1e7, "eos_token_id": 151643}
+            "142b": {"n_positions": 32768, "d_model": 4096, "n_dense": 1, "renormalize": True, "router_scale": 2.5,
+                     "rope_theta": 1e7, "eos_token_id": 151643}
         }
-    )
+    )  # fmt: skip
 
 
 class Dots1(Decoder, config=Dots1Config, init=False):

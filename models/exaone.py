@@ -28,10 +28,10 @@ class Exaone4Config(DecoderConfig):
     names = Names({"post_attention_layernorm": "attention_post_norm", "post_feedforward_layernorm": "mlp_post_norm"})
     sizes = published(
         {
-            "1.2b": {"n_positions": 65536, "d_model": 2048, "n_layers": 30, "n_heads": 32, "n_kv_heads": 8, "d_mlp": 4096}
-            | {"window": None, "rope_theta": 1000000.0, "is_tied": True}
+            "1.2b": {"n_positions": 65536, "d_model": 2048, "n_layers": 30, "n_heads": 32, "n_kv_heads": 8, "d_mlp": 4096,
+                     "window": None, "rope_theta": 1000000.0, "is_tied": True}
         }
-    )
+    )  # fmt: skip
 
     @property
     def rotated(self) -> tuple[bool, ...]:

@@ -117,20 +117,20 @@ class FalconH1Config(BambaConfig):
     )
     sizes = published(
         {
-            "0.5b": {"vocab_size": 32784, "n_positions": 16384, "d_model": 1024, "d_mlp": 2048, "n_layers": 36, "n_heads": 8}
-            | {"head_size": 64, "state_value_size": 64, "state_size": 128, "norms_states": False, "logit_divisor": 25.6}
-            | {"factors": _PUBLISHED["0.5b"]},
-            "1.5b-deep": {"vocab_size": 65537, "n_positions": 131072, "d_model": 1280, "d_mlp": 3072, "n_layers": 66}
-            | {"n_heads": 6, "state_value_size": 64, "logit_divisor": 32.0, "factors": _PUBLISHED["1.5b-deep"]},
-            "7b": {"vocab_size": 130049, "d_model": 3072, "d_mlp": 12288, "n_layers": 44, "n_heads": 12}
-            | {"logit_divisor": 76.8, "factors": _PUBLISHED["7b"]},
-            "34b": {"vocab_size": 261120, "d_model": 5120, "d_mlp": 21504, "n_layers": 72, "n_heads": 20, "n_kv_heads": 4}
-            | {"state_heads": 32, "state_groups": 2, "logit_divisor": 128.0, "factors": _PUBLISHED["34b"]},
+            "0.5b": {"vocab_size": 32784, "n_positions": 16384, "d_model": 1024, "d_mlp": 2048, "n_layers": 36, "n_heads": 8,
+                     "head_size": 64, "state_value_size": 64, "state_size": 128, "norms_states": False,
+                     "logit_divisor": 25.6, "factors": _PUBLISHED["0.5b"]},
+            "1.5b-deep": {"vocab_size": 65537, "n_positions": 131072, "d_model": 1280, "d_mlp": 3072, "n_layers": 66,
+                          "n_heads": 6, "state_value_size": 64, "logit_divisor": 32.0, "factors": _PUBLISHED["1.5b-deep"]},
+            "7b": {"vocab_size": 130049, "d_model": 3072, "d_mlp": 12288, "n_layers": 44, "n_heads": 12,
+                   "logit_divisor": 76.8, "factors": _PUBLISHED["7b"]},
+            "34b": {"vocab_size": 261120, "d_model": 5120, "d_mlp": 21504, "n_layers": 72, "n_heads": 20, "n_kv_heads": 4,
+                    "state_heads": 32, "state_groups": 2, "logit_divisor": 128.0, "factors": _PUBLISHED["34b"]},
         },
-        {"n_positions": 262144, "n_kv_heads": 2, "head_size": 128, "state_heads": 24, "state_value_size": 128}
-        | {"norms_states": True, "norms_first": False, "rope_theta": 1e11, "embedding_scale": 5.656854249492381}
-        | {"eos_token_id": 11},
-    )
+        {"n_positions": 262144, "n_kv_heads": 2, "head_size": 128, "state_heads": 24, "state_value_size": 128,
+         "norms_states": True, "norms_first": False, "rope_theta": 1e11, "embedding_scale": 5.656854249492381,
+         "eos_token_id": 11},
+    )  # fmt: skip
 
 
 class FalconH1(Decoder, config=FalconH1Config, init=False):

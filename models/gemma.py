@@ -90,10 +90,10 @@ class Gemma2Config(GemmaConfig):
         {
             "2b": {},
             "9b": {"d_model": 3584, "d_mlp": 14336, "n_layers": 42, "n_heads": 16, "n_kv_heads": 8},
-            "27b": {"d_model": 4608, "d_mlp": 36864, "n_layers": 46, "n_heads": 32, "n_kv_heads": 16, "head_size": 128}
-            | {"attention_scale": 144**-0.5},
+            "27b": {"d_model": 4608, "d_mlp": 36864, "n_layers": 46, "n_heads": 32, "n_kv_heads": 16, "head_size": 128,
+                    "attention_scale": 144**-0.5},
         }
-    )
+    )  # fmt: skip
 
 
 class Gemma2(Decoder, config=Gemma2Config, init=False):
@@ -156,11 +156,11 @@ class Gemma3Config(Gemma2Config):
         {
             "270m": {"d_model": 640, "d_mlp": 2048, "n_layers": 18},
             "1b": {"d_model": 1152, "d_mlp": 6912},
-            "embedding-300m": {"d_model": 768, "d_mlp": 1152, "n_layers": 24, "n_heads": 3, "n_positions": 2048}
-            | {"is_causal": False},
+            "embedding-300m": {"d_model": 768, "d_mlp": 1152, "n_layers": 24, "n_heads": 3, "n_positions": 2048,
+                               "is_causal": False},
         },
         {"vocab_size": 262144, "n_positions": 32768, "n_heads": 4, "n_kv_heads": 1, "window": 512},
-    )
+    )  # fmt: skip
 
 
 class Gemma3(Decoder, config=Gemma3Config, init=False):

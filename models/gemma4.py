@@ -79,16 +79,16 @@ class Gemma4Config(Gemma3Config):
     )
     sizes = published(
         {
-            "e2b": {"d_model": 1536, "d_mlp": 6144, "n_layers": 35, "n_kv_heads": 1, "n_shared": 20, "widens_shared": True}
-            | {"windowed_layers": tuple(i for i in range(35) if (i + 1) % 5)},
+            "e2b": {"d_model": 1536, "d_mlp": 6144, "n_layers": 35, "n_kv_heads": 1, "n_shared": 20, "widens_shared": True,
+                    "windowed_layers": tuple(i for i in range(35) if (i + 1) % 5)},
             "e4b": {"d_model": 2560, "d_mlp": 10240, "n_layers": 42, "n_kv_heads": 2, "n_shared": 18},
-            "26b-a4b": {"d_model": 2816, "d_mlp": 2112, "n_heads": 16, "n_kv_heads": 8, "global_kv_heads": 2}
-            | {"n_experts": 128, "n_chosen": 8, "d_expert": 704, **_LARGE},
+            "26b-a4b": {"d_model": 2816, "d_mlp": 2112, "n_heads": 16, "n_kv_heads": 8, "global_kv_heads": 2,
+                        "n_experts": 128, "n_chosen": 8, "d_expert": 704, **_LARGE},
             "31b": {"d_model": 5376, "d_mlp": 21504, "n_layers": 60, "n_heads": 32, "n_kv_heads": 16, "global_kv_heads": 4}
             | _LARGE,
         },
         logit_cap=30.0,
-    )
+    )  # fmt: skip
 
     @classmethod
     def stem(cls) -> str:

@@ -41,11 +41,11 @@ class Glm4MoeConfig(DecoderConfig):
     sizes = published(
         {
             "4.5-air": {},
-            "4.5": {"d_model": 5120, "d_mlp": 12288, "n_layers": 92, "n_experts": 160, "d_expert": 1536, "d_shared": 1536}
-            | {"n_dense": 3, "head_norm": "head", "router_scale": 2.5},
+            "4.5": {"d_model": 5120, "d_mlp": 12288, "n_layers": 92, "n_experts": 160, "d_expert": 1536, "d_shared": 1536,
+                    "n_dense": 3, "head_norm": "head", "router_scale": 2.5},
         },
         {"attention_bias": True, "rope_theta": 1e6, "eos_token_id": (151329, 151336, 151338), "pad_token_id": 151329},
-    )
+    )  # fmt: skip
 
 
 class Glm4Moe(Decoder, config=Glm4MoeConfig, init=False):

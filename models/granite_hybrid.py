@@ -67,26 +67,26 @@ class GraniteMoeHybridConfig(GraniteConfig):
     names = replace(GraniteMoeConfig.names, block={**GraniteMoeConfig.names.block, **mamba_names()})
     sizes = published(
         {
-            "350m": {"n_positions": 32768, "d_model": 1024, **_mlp(2048), "n_layers": 28, "attention_scale": 1 / 64}
-            | {"residual_scale": 0.263, "logit_divisor": 4.0},
+            "350m": {"n_positions": 32768, "d_model": 1024, **_mlp(2048), "n_layers": 28, "attention_scale": 1 / 64,
+                     "residual_scale": 0.263, "logit_divisor": 4.0},
             "1b": {"d_model": 2048, **_mlp(4096), "attention_scale": 1 / 128, "logit_divisor": 8.0},
-            "micro": {"d_model": 2560, **_mlp(8192), "n_heads": 40, "n_kv_heads": 8}
-            | {"attention_scale": 1 / 64, "logit_divisor": 10.0},
-            "h-350m": {**_states(48), "n_positions": 32768, "d_model": 768, **_mlp(2048), "n_layers": 32}
-            | {"mixer_layers": tuple(i for i in range(32) if i not in (10, 13, 17, 27)), "state_value_size": 32}
-            | {"attention_scale": 1 / 64, "residual_scale": 0.246, "logit_divisor": 3.0},
+            "micro": {"d_model": 2560, **_mlp(8192), "n_heads": 40, "n_kv_heads": 8,
+                      "attention_scale": 1 / 64, "logit_divisor": 10.0},
+            "h-350m": {**_states(48), "n_positions": 32768, "d_model": 768, **_mlp(2048), "n_layers": 32,
+                       "mixer_layers": tuple(i for i in range(32) if i not in (10, 13, 17, 27)), "state_value_size": 32,
+                       "attention_scale": 1 / 64, "residual_scale": 0.246, "logit_divisor": 3.0},
             "h-1b": {**_states(48), "d_model": 1536, **_mlp(4096), "attention_scale": 1 / 128, "logit_divisor": 6.0},
-            "h-micro": {**_states(64), "d_model": 2048, **_mlp(8192), "n_heads": 32, "n_kv_heads": 8}
-            | {"attention_scale": 1 / 64, "logit_divisor": 8.0},
-            "h-tiny": {**_states(48), "d_model": 1536, **_mlp(1024), "d_expert": 512, "n_experts": 64, "n_chosen": 6}
-            | {"attention_scale": 1 / 128, "logit_divisor": 6.0},
-            "h-small": {**_states(128), **_mlp(1536), "d_expert": 768, "n_experts": 72, "n_chosen": 10, "n_heads": 32}
-            | {"n_kv_heads": 8, "attention_scale": 1 / 128, "logit_divisor": 16.0},
+            "h-micro": {**_states(64), "d_model": 2048, **_mlp(8192), "n_heads": 32, "n_kv_heads": 8,
+                        "attention_scale": 1 / 64, "logit_divisor": 8.0},
+            "h-tiny": {**_states(48), "d_model": 1536, **_mlp(1024), "d_expert": 512, "n_experts": 64, "n_chosen": 6,
+                       "attention_scale": 1 / 128, "logit_divisor": 6.0},
+            "h-small": {**_states(128), **_mlp(1536), "d_expert": 768, "n_experts": 72, "n_chosen": 10, "n_heads": 32,
+                        "n_kv_heads": 8, "attention_scale": 1 / 128, "logit_divisor": 16.0},
         },
-        {"vocab_size": 100352, "n_positions": 131072, "n_layers": 40, "n_heads": 16, "n_kv_heads": 4, "n_experts": 0}
-        | {"n_chosen": 0, "unrotated_layers": (), "rope_theta": 1e7, "norm_eps": 1e-5, "embedding_scale": 12.0}
-        | {"residual_scale": 0.22, "is_tied": True, "bos_token_id": 100257, "eos_token_id": 100257, "pad_token_id": 100256},
-    )
+        {"vocab_size": 100352, "n_positions": 131072, "n_layers": 40, "n_heads": 16, "n_kv_heads": 4, "n_experts": 0,
+         "n_chosen": 0, "unrotated_layers": (), "rope_theta": 1e7, "norm_eps": 1e-5, "embedding_scale": 12.0,
+         "residual_scale": 0.22, "is_tied": True, "bos_token_id": 100257, "eos_token_id": 100257, "pad_token_id": 100256},
+    )  # fmt: skip
 
     def disk_names(self) -> Names:
         """Returns the names of tensors on disk. The MLP has the same ones without experts and beside them."""

@@ -118,9 +118,9 @@ class JambaConfig(DecoderConfig):
         norm="model.final_layernorm",
     )
     sizes = published(
-        {"v0.1": {}}
-        | {"1.5-large": {"d_model": 8192, "d_mlp": 24576, "n_layers": 72, "n_heads": 64, "state_value_size": 16384}}
-    )
+        {"v0.1": {},
+         "1.5-large": {"d_model": 8192, "d_mlp": 24576, "n_layers": 72, "n_heads": 64, "state_value_size": 16384}}
+    )  # fmt: skip
 
     @classmethod
     def default_mixers(cls, n_layers: int) -> tuple[int, ...]:

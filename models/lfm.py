@@ -72,13 +72,13 @@ class Lfm2Config(DecoderConfig):
             "350m": {"d_model": 1024, "d_mlp": 4608, "n_heads": 16},
             "700m": {"d_model": 1536, "d_mlp": 6912, "n_heads": 24},
             "1.2b": {"d_model": 2048},
-            "2.6b": {"d_model": 2048, "d_mlp": 10752, "n_layers": 30}
-            | {"mixer_layers": tuple(i for i in range(30) if i not in (2, 5, 9, 13, 17, 21, 25, 28))},
+            "2.6b": {"d_model": 2048, "d_mlp": 10752, "n_layers": 30,
+                     "mixer_layers": tuple(i for i in range(30) if i not in (2, 5, 9, 13, 17, 21, 25, 28))},
         },
         n_layers=16,
         mixer_layers=(0, 1, 3, 4, 6, 7, 9, 11, 13, 15),
         eos_token_id=7,
-    )
+    )  # fmt: skip
 
 
 class Lfm2(Decoder, config=Lfm2Config, init=False):

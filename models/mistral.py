@@ -134,10 +134,10 @@ class MixtralConfig(DecoderConfig):
     sizes = published(
         {
             "8x7b": {"n_positions": 32768},
-            "8x22b": {"vocab_size": 32768, "n_positions": 65536, "d_model": 6144, "d_mlp": 16384, "n_layers": 56}
-            | {"n_heads": 48},
+            "8x22b": {"vocab_size": 32768, "n_positions": 65536, "d_model": 6144, "d_mlp": 16384, "n_layers": 56,
+                      "n_heads": 48},
         }
-    )
+    )  # fmt: skip
 
 
 class Mixtral(Decoder, config=MixtralConfig, init=False):

@@ -121,11 +121,11 @@ class MMDiTConfig(FolderConfig):
     sizes = published(
         {
             "sd3-medium": {"n_layers": 24, "n_heads": 24, "max_patches": 192},
-            "sd3.5-medium": {"n_layers": 24, "n_heads": 24, "max_patches": 384, "dual_layers": tuple(range(13))}
-            | {"head_norm": "rms_norm"},
+            "sd3.5-medium": {"n_layers": 24, "n_heads": 24, "max_patches": 384, "dual_layers": tuple(range(13)),
+                             "head_norm": "rms_norm"},
             "sd3.5-large": {"n_layers": 38, "n_heads": 38, "max_patches": 192, "head_norm": "rms_norm"},
         }
-    )
+    )  # fmt: skip
 
     rows = (
         *diffusers("SD3Transformer2DModel"),

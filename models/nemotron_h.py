@@ -80,10 +80,10 @@ class NemotronHConfig(DecoderConfig):
         without=("rope_theta",),
     )
     aliases = MappingProxyType(
-        {"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts", "mamba_dt_min": "time_step_min"}
-        | {"mamba_dt_max": "time_step_max", "mamba_dt_init_floor": "time_step_floor", "mamba_n_groups": "n_groups"}
-        | {"mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias"}
-    )
+        {"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts", "mamba_dt_min": "time_step_min",
+         "mamba_dt_max": "time_step_max", "mamba_dt_init_floor": "time_step_floor", "mamba_n_groups": "n_groups",
+         "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias"}
+    )  # fmt: skip
     names = Names(
         {
             "norm": "attention_norm",
@@ -103,11 +103,11 @@ class NemotronHConfig(DecoderConfig):
         {
             "nano-9b-v2": {"d_model": 4480, "d_mlp": 15680, "n_heads": 40, "state_value_size": 80, "n_positions": 131072}
             | _parts("M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"),
-            "3-nano-30b-a3b": {"d_model": 2688, "d_mlp": 1856, "n_kv_heads": 2, "state_heads": 64, "n_positions": 262144}
-            | {"n_experts": 128, "n_chosen": 6, "d_expert": 1856, "d_shared": 3712, "router_scale": 2.5}
+            "3-nano-30b-a3b": {"d_model": 2688, "d_mlp": 1856, "n_kv_heads": 2, "state_heads": 64, "n_positions": 262144,
+                               "n_experts": 128, "n_chosen": 6, "d_expert": 1856, "d_shared": 3712, "router_scale": 2.5}
             | _parts("MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"),
         }
-    )
+    )  # fmt: skip
 
 
 class NemotronH(Decoder, config=NemotronHConfig, init=False):

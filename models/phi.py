@@ -39,10 +39,10 @@ class PhiConfig(GPTConfig):
     sizes = published(
         {
             "1.5": {"bos_token_id": None, "eos_token_id": None},
-            "2": {"d_model": 2560, "d_mlp": 10240, "n_layers": 32, "rope_share": 0.4, "bos_token_id": 50256}
-            | {"eos_token_id": 50256, "embedding_dropout": 0.0, "residual_dropout": 0.1},
+            "2": {"d_model": 2560, "d_mlp": 10240, "n_layers": 32, "rope_share": 0.4, "bos_token_id": 50256,
+                  "eos_token_id": 50256, "embedding_dropout": 0.0, "residual_dropout": 0.1},
         }
-    )
+    )  # fmt: skip
 
 
 class Phi(Decoder, config=PhiConfig, init=False):
@@ -75,11 +75,11 @@ class Phi3Config(DecoderConfig):
     sizes = published(
         {
             "3-mini-4k": {"window": 2047},
-            "4": {"vocab_size": 100352, "n_positions": 16384, "d_model": 5120, "d_mlp": 17920, "n_layers": 40}
-            | {"n_heads": 40, "n_kv_heads": 10, "rope_theta": 250000.0, "bos_token_id": 100257, "eos_token_id": 100265}
-            | {"pad_token_id": 100349},
+            "4": {"vocab_size": 100352, "n_positions": 16384, "d_model": 5120, "d_mlp": 17920, "n_layers": 40,
+                  "n_heads": 40, "n_kv_heads": 10, "rope_theta": 250000.0, "bos_token_id": 100257, "eos_token_id": 100265,
+                  "pad_token_id": 100349},
         }
-    )
+    )  # fmt: skip
 
 
 class Phi3(Decoder, config=Phi3Config, init=False):

@@ -54,11 +54,11 @@ class Qwen2Config(DecoderConfig):
             "0.5b": {"d_model": 896, "d_mlp": 4864, "n_layers": 24, "n_heads": 14, "n_kv_heads": 2, "is_tied": True},
             "1.5b": {"d_model": 1536, "d_mlp": 8960, "n_layers": 28, "n_heads": 12, "n_kv_heads": 2, "is_tied": True},
             "7b": {"vocab_size": 152064, "d_model": 3584, "d_mlp": 18944, "n_layers": 28, "n_heads": 28, "n_kv_heads": 4},
-            "72b": {"vocab_size": 152064, "d_model": 8192, "d_mlp": 29568, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8}
-            | {"norm_eps": 1e-5},
+            "72b": {"vocab_size": 152064, "d_model": 8192, "d_mlp": 29568, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8,
+                    "norm_eps": 1e-5},
         },
         {"n_positions": 131072, "rope_theta": 1e6, "bos_token_id": 151643, "eos_token_id": 151643},
-    )
+    )  # fmt: skip
 
 
 class Qwen2(Decoder, config=Qwen2Config, init=False):

@@ -45,13 +45,13 @@ class Qwen3_5Config(Qwen3Config):
     names = Names(_BLOCK, **_OTHERS)
     sizes = published(
         {
-            "0.8b": {"d_model": 1024, "d_mlp": 3584, "n_layers": 24, "n_heads": 8, "n_kv_heads": 2, "state_heads": 16}
-            | {"is_tied": True},
+            "0.8b": {"d_model": 1024, "d_mlp": 3584, "n_layers": 24, "n_heads": 8, "n_kv_heads": 2, "state_heads": 16,
+                     "is_tied": True},
             "9b": {},
             "27b": {"d_model": 5120, "d_mlp": 17408, "n_layers": 64, "n_heads": 24, "state_heads": 48},
         },
         **_PUBLISHED,
-    )
+    )  # fmt: skip
 
     @classmethod
     def stem(cls) -> str:

@@ -32,13 +32,13 @@ class Qwen2MoeConfig(Qwen2Config):
     sizes = published(
         {
             "1.5-a2.7b": {"n_positions": 8192},
-            "57b-a14b": {"d_model": 3584, "d_mlp": 18944, "n_layers": 28, "n_heads": 28, "n_kv_heads": 4, "n_experts": 64}
-            | {"n_chosen": 8, "d_expert": 2560, "d_shared": 20480, "n_positions": 131072},
+            "57b-a14b": {"d_model": 3584, "d_mlp": 18944, "n_layers": 28, "n_heads": 28, "n_kv_heads": 4, "n_experts": 64,
+                         "n_chosen": 8, "d_expert": 2560, "d_shared": 20480, "n_positions": 131072},
         },
         rope_theta=1e6,
         bos_token_id=151643,
         eos_token_id=151643,
-    )
+    )  # fmt: skip
 
 
 class Qwen2Moe(Decoder, config=Qwen2MoeConfig, init=False):
@@ -63,9 +63,9 @@ class Qwen3MoeConfig(Qwen3Config):
             "30b-a3b": {"n_layers": 48},
             "235b-a22b": {"d_model": 4096, "d_mlp": 12288, "d_expert": 1536, "n_layers": 94, "n_heads": 64},
         },
-        {"n_positions": 40960, "head_size": 128, "rope_theta": 1e6, "renormalize": True, "bos_token_id": 151643}
-        | {"eos_token_id": 151645},
-    )
+        {"n_positions": 40960, "head_size": 128, "rope_theta": 1e6, "renormalize": True, "bos_token_id": 151643,
+         "eos_token_id": 151645},
+    )  # fmt: skip
 
 
 class Qwen3Moe(Decoder, config=Qwen3MoeConfig, init=False):

@@ -146,10 +146,10 @@ class SiglipConfig(PairConfig):
             "base-patch16-384": {"vision": SiglipVisionConfig(image_size=384)},
             "large-patch16-256": {"text": _LARGE_TEXT, "vision": SiglipVisionConfig(**_LARGE, image_size=256)},
             "large-patch16-384": {"text": _LARGE_TEXT, "vision": SiglipVisionConfig(**_LARGE, image_size=384)},
-            "so400m-patch14-384": {"text": SiglipTextConfig(**_SO400M, d_projection=1152)}
-            | {"vision": SiglipVisionConfig(**_SO400M, image_size=384, patch_size=14)},
+            "so400m-patch14-384": {"text": SiglipTextConfig(**_SO400M, d_projection=1152),
+                                   "vision": SiglipVisionConfig(**_SO400M, image_size=384, patch_size=14)},
         }
-    )
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.text.d_projection != self.vision.d_model:

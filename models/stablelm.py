@@ -31,10 +31,10 @@ class StableLmConfig(DecoderConfig):
     )
     sizes = published(
         {
-            "2-1.6b": {"vocab_size": 100352, "d_model": 2048, "n_layers": 24, "d_mlp": 5632, "attention_bias": True}
-            | {"bos_token_id": 100257, "eos_token_id": 100257}
+            "2-1.6b": {"vocab_size": 100352, "d_model": 2048, "n_layers": 24, "d_mlp": 5632, "attention_bias": True,
+                       "bos_token_id": 100257, "eos_token_id": 100257}
         }
-    )
+    )  # fmt: skip
 
 
 class StableLm(Decoder, config=StableLmConfig, init=False):

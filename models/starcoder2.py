@@ -36,11 +36,11 @@ class Starcoder2Config(GPTConfig):
         {
             "3b": {"rope_theta": 999999.4420358813},
             "7b": {"d_model": 4608, "d_mlp": 18432, "n_layers": 32, "n_heads": 36, "n_kv_heads": 4, "rope_theta": 1e6},
-            "15b": {"d_model": 6144, "d_mlp": 24576, "n_layers": 40, "n_heads": 48, "n_kv_heads": 4, "rope_theta": 1e5}
-            | {"is_tied": False},
+            "15b": {"d_model": 6144, "d_mlp": 24576, "n_layers": 40, "n_heads": 48, "n_kv_heads": 4, "rope_theta": 1e5,
+                    "is_tied": False},
         },
         {"n_positions": 16384, "window": 4096, "bos_token_id": 0, "eos_token_id": 0},
-    )
+    )  # fmt: skip
 
 
 class Starcoder2(Decoder, config=Starcoder2Config, init=False):

@@ -90,12 +90,12 @@ class VAEConfig(FolderConfig):
         {
             "sd": {"sample_size": 512},
             "sdxl": {"scaling_factor": 0.13025, "sample_size": 1024},
-            "sd3": {"latent_channels": 16, "scaling_factor": 1.5305, "shift_factor": 0.0609, "has_quant_conv": False}
-            | {"has_post_quant_conv": False, "sample_size": 1024},
+            "sd3": {"latent_channels": 16, "scaling_factor": 1.5305, "shift_factor": 0.0609, "has_quant_conv": False,
+                    "has_post_quant_conv": False, "sample_size": 1024},
         },
         block_channels=(128, 256, 512, 512),
         layers_per_block=2,
-    )
+    )  # fmt: skip
 
     def to_diffusion(self, latents: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
         """Returns what a diffusion model works on: latents of mean 0 and variance 1."""

@@ -33,8 +33,8 @@ _KEYS: Mapping[type, tuple[str, dict[str, str]]] = {
     ),
     YarnScaling: (
         "yarn",
-        {"factor": "factor", "n_original": _ORIGINAL, "attention_factor": "attention_factor", "fast": "beta_fast"}
-        | {"slow": "beta_slow", "truncate": "truncate", "all_dims": "mscale_all_dim"},
+        {"factor": "factor", "n_original": _ORIGINAL, "attention_factor": "attention_factor", "fast": "beta_fast",
+         "slow": "beta_slow", "truncate": "truncate", "all_dims": "mscale_all_dim"},
     ),
     DynamicScaling: ("dynamic", {"factor": "factor", "n_original": _ORIGINAL}),
     AlphaScaling: ("dynamic", {"alpha": "alpha"}),
@@ -43,7 +43,7 @@ _KEYS: Mapping[type, tuple[str, dict[str, str]]] = {
         {"short": "short_factor", "long": "long_factor", "n_original": _ORIGINAL, "attention_factor": "attention_factor"},
     ),
     ProportionalScaling: ("proportional", {"share": "partial_rotary_factor", "factor": "factor"}),
-}
+}  # fmt: skip
 KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
 

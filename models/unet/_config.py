@@ -156,16 +156,16 @@ class UNetConfig(FolderConfig):
         {
             "sd1": {"context_size": 768, "sample_size": 64},
             "sd2": {"context_size": 1024, "n_heads": (5, 10, 20, 20), "use_linear_projection": True, "sample_size": 96},
-            "sdxl": {"block_channels": (320, 640, 1280), "down_attention": (False, True, True)}
-            | {"up_attention": (True, True, False), "transformer_layers": (1, 2, 10), "n_heads": (5, 10, 20)}
-            | {"context_size": 2048, "use_linear_projection": True, "added_size": 2816, "added_wave_size": 256}
-            | {"sample_size": 128},
-            "sdxl-refiner": {"block_channels": (384, 768, 1536, 1536), "down_attention": (False, True, True, False)}
-            | {"up_attention": (False, True, True, False), "transformer_layers": (4, 4, 4, 4), "n_heads": (6, 12, 24, 24)}
-            | {"context_size": 1280, "use_linear_projection": True, "added_size": 2560, "added_wave_size": 256}
-            | {"sample_size": 128},
+            "sdxl": {"block_channels": (320, 640, 1280), "down_attention": (False, True, True),
+                     "up_attention": (True, True, False), "transformer_layers": (1, 2, 10), "n_heads": (5, 10, 20),
+                     "context_size": 2048, "use_linear_projection": True, "added_size": 2816, "added_wave_size": 256,
+                     "sample_size": 128},
+            "sdxl-refiner": {"block_channels": (384, 768, 1536, 1536), "down_attention": (False, True, True, False),
+                             "up_attention": (False, True, True, False), "transformer_layers": (4, 4, 4, 4),
+                             "n_heads": (6, 12, 24, 24), "context_size": 1280, "use_linear_projection": True,
+                             "added_size": 2560, "added_wave_size": 256, "sample_size": 128},
         }
-    )
+    )  # fmt: skip
 
     rows = (
         *diffusers("UNet2DConditionModel"),
