@@ -7,10 +7,11 @@ while one iteration is computed. `choose_saved` takes the candidates that save t
 memory of the device, then into that of the host as far as the bus hides the copies. It is greedy: each choice changes what
 the others are worth.
 
-A copy begins when its value is made and ends with the iteration, and in the backward pass, which reads the last values
-first, it begins with the iteration: of a value made in the middle XLA hides less than a third on GPUs, and of several made
-late 33 and 38 % on v5p and TPU7x. On v6e it hides 81 % of such values (Llama 2 and 3.1 70B, as compiled by jax 0.12), so
-there all that a whole iteration can hide goes to the host.
+XLA for GPUs begins a copy when its value is made, and awaits it at the end of the iteration: of a value made in the middle
+less than a third is hidden. libtpu begins it with the next iteration, and awaits it where this makes the same value: of
+attention and its output 12 % is hidden (Llama 2 70B on v5p, as compiled by jax 0.12). So early values go to the host on
+GPUs, and late ones on TPUs. On v6e 81 % of late values is hidden, more than that explains, so there all that a whole
+iteration can hide goes to the host. In the backward pass, which takes longer, most copies are hidden.
 
 Owns the numbers and the choice. A rule of `transforms` applies them to a traced loss.
 """
@@ -43,7 +44,7 @@ class Candidate:
     line: str
     scope: str  # the names around it, such as that of the weight
     n_bytes: int  # on one device
-    seconds_left: float  # of the products of the iteration after it, on one device, at the published rate
+    window: float  # of the products while which it is copied to the host, on one device, at the published rate
 
 
 def key_of(primitive: Any, avals: Iterable[Any]) -> Any:
@@ -81,14 +82,13 @@ class Loop:
     def hides(self, candidate: Candidate, chip: Chip) -> bool:
         """Whether the bus copies a candidate to the host, with all that goes there already, while an iteration goes on."""
         chosen = [each for each in self.candidates if self.choice(each) == HOST or each is candidate]
-        waits = chip.kind != TPUS["v6e"].kind
-        copies = [(each.seconds_left if waits else self.seconds, each.n_bytes) for each in chosen]
+        copies = [(each.window, each.n_bytes) for each in chosen]
         if self.carry_in == HOST:
             copies.append((self.seconds, self.carry))
-        # What begins with `seconds` to go, and all that begins later, must end with the iteration.
+        # In the shortest window there is time for its own copy, in the next one for both, and so on.
         return all(
-            sum(n_bytes for other, n_bytes in copies if other <= seconds) <= chip.host * seconds / _REACHED
-            for seconds, _ in copies
+            sum(n_bytes for other, n_bytes in copies if other <= window) <= chip.host * window / _REACHED
+            for window, _ in copies
         )
 
     @property
@@ -240,7 +240,7 @@ def loop_of(body: Any, names: dict[str, Any], n: int, carries: range, shards: Ca
             line=line_of(made[0]),
             scope=str(made[0].source_info.name_stack),
             n_bytes=sum(map(graph.shards.n_bytes, outs)),
-            seconds_left=graph.seconds_after(eqns),
+            window=graph.window(eqns),
         )
         if graph.seconds(()) > graph.seconds((key,)):  # else the backward pass does not need it
             candidates.append(each)
@@ -271,10 +271,14 @@ class _Graph:
             elif eqn.primitive.name in KERNELS:
                 self.saved.setdefault(key_of(eqn.primitive, (var.aval for var in eqn.invars)), []).append(eqn)
 
-    def seconds_after(self, eqns: Iterable[Any]) -> float:
-        """Returns the time of the products after these equations."""
-        last = max(self._maker[var] for eqn in eqns for var in eqn.outvars)
-        return sum(self._products[last + 1 :])
+    def window(self, eqns: Sequence[Any]) -> float:
+        """Returns the time of the products while which the outputs of these equations are copied to the host."""
+        if self._chip.kind == TPUS["v6e"].kind:
+            return self.all_products
+        if self._chip.kind.startswith("TPU"):  # until the product that has the name, or the kernel, begins again
+            made = (self._maker[(eqn.invars if eqn.primitive.name == "name" else eqn.outvars)[0]] for eqn in eqns)
+            return sum(self._products[: min(made)])
+        return sum(self._products[max(self._maker[eqn.outvars[0]] for eqn in eqns) + 1 :])
 
     def _product_time(self, eqn: Any) -> float:
         flops, dtype = _flops(eqn)

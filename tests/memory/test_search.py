@@ -297,7 +297,7 @@ PRODUCTS = [2 * GIB, 1 * GIB, 1 * GIB]  # bytes of each product of a loop, with 
 def one_loop(strategy):
     """A loop of 4 iterations whose carry has a quarter of a GiB."""
     del strategy
-    candidates = [Candidate(str(i), "product", "", "", size // 4, seconds_left=2.0 - i) for i, size in enumerate(PRODUCTS)]
+    candidates = [Candidate(str(i), "product", "", "", size // 4, window=2.0 - i) for i, size in enumerate(PRODUCTS)]
     return [Loop("", 4, GIB // 4, 3.0, 3.0, candidates, lambda saved: 3.0 - len(saved))]
 
 
@@ -314,7 +314,7 @@ def test_what_a_loop_saves_does_not_depend_on_what_it_saved_before(level):
 def test_loops_put_no_more_into_host_memory_than_a_program_may_use(n, carry_in, in_host):
     """128 GiB for a device: the compiler of TPUs refuses more. A carry of more than that stays."""
     (loop,) = one_loop(OWN)
-    candidates = [dataclasses.replace(each, seconds_left=1e9) for each in loop.candidates]
+    candidates = [dataclasses.replace(each, window=1e9) for each in loop.candidates]
     loop = dataclasses.replace(loop, n=n, seconds=1e9, candidates=candidates)
     (saved,) = saved_at([loop], "0KiB", V5E, HOST_MEMORY)
     assert saved.carry_in == carry_in and len(saved.keys("host")) == in_host
