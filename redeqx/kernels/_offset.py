@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._rounding import at_least_float32
-from ._setting import MASK_VALUE, AttentionSetting, Unsupported, make_mask
+from ._setting import MASK_VALUE, AttentionSetting, Unsupported, make_mask, numbers_of
 
 Operands = dict[str, Any]
 _DENSE = ("bias", "mask", "query_segments")
@@ -50,7 +50,7 @@ class WithOffset:
         self, setting: AttentionSetting, q: Any, k: Any, v: Any, extras: Operands, out: Any, log_sum: Any, g: Any
     ) -> list[Any]:
         """Same as `_blockwise.backward`."""
-        grads = []
+        grads, log_sum = [], numbers_of(log_sum)
         for part in _parts(setting, q, k, v, extras):
             # Dummy queries have no gradient, so they add nothing to those of keys and values.
             results = part.prepended(out), part.prepended(log_sum, 2), part.prepended(g)

@@ -220,9 +220,6 @@ def _backward(kernel: Any, *operands: Any, setting: AttentionSetting) -> list[An
     converted = [convert(x) for convert, x in zip(to_kernel, operands, strict=True)]
     q, k, v, extras, (out, log_sum, g) = _split_operands(setting, converted)
     resolved = _resolve(kernel, setting, operands)
-    is_pairs = log_sum.ndim > 3  # as `_may_be_in_ring` of the forward pass, which may have had fewer rows
-    if is_pairs != resolved.in_ring:
-        log_sum = jnp.sum(log_sum, -1) if is_pairs else pairs_of(log_sum)
     grads = _sequence.backward(kernel, setting, resolved, q, k, v, extras, out, log_sum, g)
     from_kernel = [jax.linear_transpose(to_kernel[i], operands[i]) for i in _differentiable(setting)]
     return [convert(grad)[0] for convert, grad in zip(from_kernel, grads, strict=True)]

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._rounding import at_least_float32
-from . import _blockwise
 from ._chunks import Layout, map_queries, of_columns
 from ._dense import may_meet, span
 from ._offset import merge
@@ -40,19 +39,14 @@ class Ring:
     kernel: Any
     layout: Layout
 
-    @property
-    def takes_pairs(self) -> bool:
-        """Whether the kernel's log-sum-exps are pairs too. Those of other platforms are one number."""
-        return self.kernel is _blockwise
-
     def forward(self, q: Any, k: Any, v: Any, extras: Operands) -> tuple[Any, Any]:
         """Returns the output `[B, T, N, H]` and the log-sum-exps `[B, N, T, 2]`."""
         dtype, queries = at_least_float32(q.dtype), self._split(q)
 
         def attend(chunk: int, pair: _Pair, done: Any, sums: Any, k: Any, v: Any) -> tuple[Any, Any]:
             out, log_sum = self.kernel.forward(pair.setting, queries[chunk], k, v, pair.extras)
-            log_sum = log_sum if self.takes_pairs else pairs_of(log_sum)
-            return _merged(done, (pair.of_rows(out.astype(dtype), 0), pair.of_rows(log_sum, MASK_VALUE))), sums
+            part = pair.of_rows(out.astype(dtype), 0), pair.of_rows(pairs_of(log_sum), MASK_VALUE)
+            return _merged(done, part), sums
 
         start = []
         for x in queries:
@@ -64,8 +58,7 @@ class Ring:
 
     def backward(self, q: Any, k: Any, v: Any, extras: Operands, out: Any, log_sum: Any, g: Any) -> list[Any]:
         """Returns the gradients of queries, keys, values and, if there is one, the bias."""
-        log_sum = log_sum if self.takes_pairs else jnp.sum(log_sum, -1)
-        queries, outs, log_sums, gs = (self._split(x, dim) for x, dim in ((q, 1), (out, 1), (log_sum, 2), (g, 1)))
+        queries, outs, log_sums, gs = (self._split(x, dim) for x, dim in ((q, 1), (out, 1), (pairs_of(log_sum), 2), (g, 1)))
 
         def differentiate(chunk: int, pair: _Pair, done: Any, sums: Any, k: Any, v: Any) -> tuple[Any, Any]:
             results = outs[chunk], pair.of_rows(log_sums[chunk], NO_WEIGHTS), pair.of_rows(gs[chunk], 0)

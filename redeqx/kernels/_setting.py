@@ -115,9 +115,14 @@ def make_mask(
     return out
 
 
-def pairs_of(log_sum: Float[Array, "b n t"]) -> Float[Array, "b n t 2"]:
-    """Returns log-sum-exps as pairs, as a ring takes them."""
-    return jnp.stack([log_sum, jnp.zeros_like(log_sum)], -1)
+def pairs_of(log_sum: Float[Array, "b n t *pair"]) -> Float[Array, "b n t 2"]:
+    """Returns log-sum-exps as pairs, as a ring merges them. Those of other platforms' kernels are one number each."""
+    return log_sum if log_sum.ndim == 4 else jnp.stack([log_sum, jnp.zeros_like(log_sum)], -1)
+
+
+def numbers_of(log_sum: Float[Array, "b n t *pair"]) -> Float[Array, "b n t"]:
+    """Returns log-sum-exps as one number each, as other platforms' kernels take them."""
+    return jnp.sum(log_sum, -1) if log_sum.ndim == 4 else log_sum
 
 
 def lacks_keys(log_sum: Float[Array, "b n t *pair"]) -> Bool[Array, "b t n 1"]:

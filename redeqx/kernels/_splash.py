@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ._setting import MASK_VALUE, AttentionSetting
+from ._setting import MASK_VALUE, AttentionSetting, numbers_of
 from ._shared import LANES, is_default, on_each_device, pad
 
 # The arguments of the backward pass, a private function, in the version of JAX that this module supports.
@@ -100,7 +100,7 @@ def backward(
             residuals = q, k, v, segments, None, out, log_sum, kernel.dq_mask_info, kernel.dkv_mask_info
             return _library()[0]._splash_attention_bwd(**static, res=residuals, do=g)[3:6]
 
-        outputs = _heads_first(out), pad(log_sum, 2, LANES), _heads_first(g.astype(q.dtype))
+        outputs = _heads_first(out), pad(numbers_of(log_sum), 2, LANES), _heads_first(g.astype(q.dtype))
         operands: Any = (*_prepare(setting, q, k, v), segments, *outputs)
         dq, dk, dv = jax.vmap(row_backward)(*operands)
         dq = dq.astype(jnp.float32) * setting.scale
