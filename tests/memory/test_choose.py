@@ -79,19 +79,21 @@ def chosen(capsys):
 
 
 @pytest.mark.sweep
-def test_chooses_the_least_recomputation_that_fits(set_device_memory, capsys):
-    """Bytes for none of the products are not tried before `"full"`."""
-    sizes = {remat: bytes_needed(remat, (2, 2)) for remat in ("none", "matmuls", "full")}
+@pytest.mark.parametrize("shards", [(2, 2), (1, 1, 2)], ids=str)
+def test_chooses_the_least_recomputation_that_fits(shards, set_device_memory, capsys):
+    """Bytes for none of the products are not tried before `"full"`. The shards are those of the script."""
+    sizes = {remat: bytes_needed(remat, shards) for remat in ("none", "matmuls", "full")}
     assert sizes["full"] < sizes["matmuls"] < sizes["none"]
-    expected = train(make_trainer((2, 2), memory=None))
+    expected = train(make_trainer(shards, memory=None))
     for remat, size in sizes.items():
         set_device_memory(size)
         capsys.readouterr()
-        leaves = train(make_trainer((2, 2)))
+        leaves = train(make_trainer(shards))
         for a, b in zip(leaves, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
         taken, *others = chosen(capsys).partition(" needs ")[0].split("; Deployer(")
         assert f'remat="{remat}"' in taken and len(others) == (remat != "none")
+        assert ("n_sequence_shards=2)" in taken) == (len(shards) > 2)
 
 
 def test_warns_and_continues_if_nothing_fits(set_device_memory, capsys):

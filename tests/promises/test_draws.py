@@ -24,13 +24,14 @@ from tests.promises.drawing import EXAMPLES, GRID, LOSSES, MODELS, D, collate_fn
 SEED = 3
 RATE = 1024.0  # so that the gradients are read from the new parameters without loss of digits
 MESHES = {"1": (1, 1, 1), "4": (4, 1, 1), "8": (8, 1, 1), "2x2x2": (2, 2, 2)}  # data, fsdp, model
+OF_POSITIONS = {"2x1x1x4": (2, 1, 1, 4)}  # and sequence: devices that share rows
 
 
 def make_deployer(mesh="8", **options):
     deployer = redeqx.Deployer(SEED, **{"verbose": False, **options})
-    shape = MESHES[mesh]
+    shape = {**MESHES, **OF_POSITIONS}[mesh]
     devices = jax.devices()[: int(np.prod(shape))]
-    deployer._mesh = make_mesh(shape[2], shape[1], devices)
+    deployer._mesh = make_mesh(shape[2], shape[1], devices, *shape[3:])
     return deployer
 
 
@@ -95,6 +96,7 @@ QUICK = {  # on what is hardest for each; tests below have the dropout by row an
     ("dropout_in_a_scan_over_layers", "2x2x2", 1, 20),
     ("keys_folded_with_the_row", "4", 4, 32),
     ("samples_of_a_prompt", "4", 2, 20),
+    ("dropout_by_row", "2x1x1x4", 2, 20),
 }
 COVERING = {  # each loss on another mesh; each mesh with several numbers of micro-batches, and with rows that do not divide
     ("dropout_by_row", "4", 2, 32),
@@ -192,17 +194,18 @@ def make_gpt2():
 
 
 @pytest.mark.parametrize(
-    ("rows", "remat", "stack_blocks", "unroll"),
+    ("rows", "mesh", "remat", "stack_blocks", "unroll"),
     [
-        (20, "full", True, True),
-        (20, "matmuls", False, False),
+        (20, "2x2x2", "full", True, True),
+        (20, "2x2x2", "matmuls", False, False),
+        (20, "2x1x1x4", "full", False, True),  # of positions of one row that four devices compute
     ],
 )
 @pytest.mark.sweep
-def test_dropout_of_gpt2_follows_the_rows(rows, remat, stack_blocks, unroll):
+def test_dropout_of_gpt2_follows_the_rows(rows, mesh, remat, stack_blocks, unroll):
     model = make_gpt2()
     how = {"compute": redeqx.Compute(remat=remat, stack_blocks=stack_blocks, unroll=unroll), "collate_fn": np.stack}
-    trainer = make_trainer(language_loss, model, "2x2x2", 2, **how)
+    trainer = make_trainer(language_loss, model, mesh, 2, **how)
     assert_first_update_matches(trainer, IDS[:rows], *plain(language_loss, model, np.stack(IDS[:rows]), key_of_step(0)))
 
 

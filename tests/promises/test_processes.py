@@ -35,8 +35,8 @@ def loss_fn(model, batch, key):
 
 def make_trainer(deployer, loss_fn=loss_fn, **kwargs):
     model = eqx.nn.MLP(5, 1, 16, 1, key=jax.random.key(0))
-    kwargs = {"optimizer": optax.adam(1e-2), "collate_fn": np.stack, **kwargs}
-    return redeqx.Trainer(deployer, model=model, loss_fn=loss_fn, **kwargs)
+    kwargs = {"model": model, "optimizer": optax.adam(1e-2), "collate_fn": np.stack, **kwargs}
+    return redeqx.Trainer(deployer, loss_fn=loss_fn, **kwargs)
 
 def main():
     deployer = redeqx.Deployer(verbose=False, timeouts=redeqx.Timeouts(hang=60))
@@ -316,6 +316,34 @@ predictor = redeqx.Predictor(deployer, model=model, collate_fn=np.stack, pred_fn
 (found,), expected = predictor.predict(DATA[:1], batch_size=4), model(DATA[0, :5])[0]  # a process has no row of its own
 print("one row", np.allclose(found, expected, rtol=1e-6), flush=True)
 """
+
+
+POSITIONS = """
+def attend(model, batch, key):
+    x = batch[:, :, :4]  # the rows of each device are those of all, and each computes some of their positions
+    out = jax.vmap(lambda x: model(x, x, x, mask=np.tri(16, dtype=bool)))(x)
+    return ((jax.numpy.cumsum(out, 1) - batch[:, :, 4:]) ** 2).mean()
+
+texts = DATA[:, :1].reshape(4, 16, 1) + np.arange(8, dtype=np.float32) / 8
+model = eqx.nn.MultiheadAttention(4, 4, key=jax.random.key(0))
+loss, grads = eqx.filter_jit(eqx.filter_value_and_grad(attend))(model, texts, None)
+across = redeqx.Deployer(verbose=False, n_sequence_shards=4)
+trainer = make_trainer(across, attend, model=model, optimizer=optax.sgd(1.0))
+print("alike", np.allclose(trainer.update(texts)["loss"], loss, rtol=1e-6), flush=True)
+moved = jax.tree.map(lambda old, new: old - new, *(eqx.filter(each, eqx.is_array) for each in (model, trainer.model)))
+for found, grad in zip(jax.tree.leaves(moved), jax.tree.leaves(grads), strict=True):
+    print("alike", np.allclose(found, grad, rtol=1e-4, atol=1e-5), flush=True)
+try:
+    trainer.update(texts[: (4, 2)[index]])
+except ValueError as error:
+    print(error, flush=True)
+"""
+
+
+def test_two_processes_split_the_positions_of_rows_that_they_share(tmp_path):
+    code, out = run(tmp_path, POSITIONS)
+    assert code == 0 and out.count("alike True") == 10 and "alike False" not in out, out
+    assert "expected" in out and "process 1" in out, out
 
 
 def test_each_process_reads_the_rows_that_its_devices_need_once(tmp_path):
