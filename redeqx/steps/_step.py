@@ -5,6 +5,7 @@ An update reads from top to bottom in `TrainStep.step_fn`: its micro-batches, th
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from jaxtyping import Array, PyTree
 
 from .._promotion import promoting
 from .._tree import is_array_like, is_key, named_leaves
-from ..dims import RowUse, row_use
+from ..dims import UNKNOWN, RowUse, row_use
 from ..machine import XlaOptions, is_in_host, replicated, split_rows
 from ..optimizers import Update, ascent, check_kept_form, injected_rate, n_updates
 from ..partition import Plan
@@ -64,15 +65,16 @@ class TrainStep:
 
         parts, every = number_rows(groups), Rows(jnp.zeros(0, jnp.uint32), n_rows, n_rows)
         is_only = task.n_parts == 1 and len(parts) == len(parts[0].numbers) == 1
+        use = UNKNOWN
         if not is_only:
             weights, layers = [*state.trained, *frozen], jax.tree.unflatten(self.layers_treedef, state.layers)
             parts, every, use = with_whole(functions, weights, layers, parts, key, every, inference=False)
             parts = split(parts, task.n_parts, use.group, functions.plan.mesh)
         gradient, loss = functions.gradient(is_only=is_only), functions.loss(inference=False, is_only=is_only)
 
-        def gradient_of(layers: list[Array], rows: PyTree, numbers: Rows) -> Any:
+        def gradient_of(trained: list[Array], layers: list[Array], rows: PyTree, numbers: Rows) -> Any:
             tree = jax.tree.unflatten(self.layers_treedef, layers)
-            (total, weight, metrics, grads), tree = gradient(state.trained, frozen, tree, rows, key, numbers)
+            (total, weight, metrics, grads), tree = gradient(trained, frozen, tree, rows, key, numbers)
             grads = jax.lax.with_sharding_constraint(grads, self.shardings.trained)
             return _Totals(grads, total, weight, metrics), jax.tree.leaves(tree)
 
@@ -85,7 +87,17 @@ class TrainStep:
             (total, weight), _ = accumulate(of_part, state.layers, parts, every)
             return total / weight
 
-        sums, layers = accumulate(gradient_of, state.layers, parts, every)
+        def with_grads(trained: PyTree) -> tuple[Array, PyTree]:
+            leaves, treedef = jax.tree.flatten(trained)
+            sums, _ = accumulate(partial(gradient_of, leaves), state.layers, parts, every)
+            grads = [(g / sums.weight).astype(x.dtype) for g, x in zip(sums.grads, leaves, strict=True)]
+            return sums.total / sums.weight, jax.tree.unflatten(treedef, grads)
+
+        if not is_only and not use.is_exact and task.grad_fn is None:  # its gradient is the mean of those of micro-batches
+            loss_at = jax.custom_vjp(loss_at)
+            loss_at.defvjp(with_grads, lambda grads, by: (jax.tree.map(lambda g: g * by.astype(g.dtype), grads),))
+
+        sums, layers = accumulate(partial(gradient_of, state.trained), state.layers, parts, every)
         grads = [g / sums.weight for g in sums.grads]
         values = {"loss": sums.total / sums.weight, "grad_norm": _norm(grads)}
         opt_tree, new_opt_tree, updates = self._updates(before, grads, values["loss"], loss_at)

@@ -136,6 +136,22 @@ def test_a_derivative_that_is_not_linear_takes_the_gradient_of_a_hand_written_st
         np.testing.assert_allclose(new, old - 0.1 * np.mean(of, 0), atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:`batch_size`. expected micro-batches")
+def test_an_optimizer_takes_the_same_gradient_at_other_parameters():
+    """Of the mean over each micro-batch, as in the step, also where it is not linear. An update is the difference."""
+
+    def update(grads, state, params, *, grad_fn, value_fn, value, **extra):
+        return jax.tree.map(lambda x, y: x - y + value_fn(params) - value, grad_fn(params), grads), state
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    trainer = redeqx.Trainer(
+        redeqx.Deployer(verbose=False), model=jnp.ones((5, 3)), optimizer=optimizer, accumulate_grad_batches=2,
+        loss_fn=lambda model, batch, key: (with_clipped_gradient(batch[:, :5] @ model) ** 2).mean(), collate_fn=np.stack,
+    )  # fmt: skip
+    trainer.update(DATA[:32])
+    np.testing.assert_allclose(trainer.model, 1, atol=1e-6)
+
+
 def test_a_gradient_of_16_bits_is_rounded_once():
     """The gradient of the mean times the weight, over the weight: in bfloat16 that would be two more roundings."""
     draw = np.random.default_rng(0)
