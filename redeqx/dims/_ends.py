@@ -2,6 +2,7 @@
 generated until a flag of each row is set. And whether a branch ends the program."""
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 from ..tracing import alike, same_array
 from ._atoms import Block, Step, Value
@@ -51,14 +52,14 @@ def ends_of_rows(step: Step) -> Value | None:
     return goes_on if all(is_kept(out, slot) for out, slot in zip(body.outs, carry, strict=True)) else None
 
 
-def ends_by_flags(condition: Block, reduced: Collection[Step], has_rows: Callable[[Value], bool]) -> bool:
+def ends_by_flags(condition: Block, reduced: Collection[Step], rows_in: Callable[[Value], Collection[Any]]) -> bool:
     """Whether a loop's condition mixes rows by `all` or `any` of booleans in its carry alone, which mark the rows that have
     ended. An `any` of rows that have not converged, for one, is computed of numbers."""
     made = {id(out): by for by in condition.steps for out in by.outs}
     todo = [value for by in reduced for value in by.ins]
     while todo:
         value = todo.pop()
-        if has_rows(value):
+        if rows_in(value):
             if value.aval.dtype != bool:
                 return False
             todo += made[id(value)].ins if id(value) in made else []

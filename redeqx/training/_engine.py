@@ -252,7 +252,8 @@ class Engine:
             text = eval_text(use, is_counted)
             if text and (before is None or text != eval_text(before, is_counted)):
                 self.deployer.console.info(text)
-        if n_rows(batch) == size.examples and (before is None or use.text != before.text):
+        is_new = not self._uses[inference] or before is None or use.text != before.text
+        if is_new and n_rows(batch) == size.examples:
             warn_of_uncut_rows(use, size, self.deployer.mesh)
         return use
 

@@ -565,16 +565,19 @@ def test_nothing_is_said_of_an_unknown_use(capsys, verdict):
     assert "rows" not in header and "rows:" not in plan
 
 
-@pytest.mark.parametrize("use, mixes", [(MIXED, "mixes"), (UNSURE, "may mix")])
-def test_micro_batches_that_cannot_be_cut_and_do_not_divide_give_a_warning(use, mixes, verdict):
+@pytest.mark.parametrize("use, mixes, n_evaluated", [(MIXED, "mixes", 16), (UNSURE, "may mix", 0)])
+def test_micro_batches_that_cannot_be_cut_and_do_not_divide_give_a_warning(use, mixes, n_evaluated, verdict):
     verdict(use)
     message = (
         "`batch_size`: expected micro-batches of a multiple of 8 rows, so that each device computes its share, got 10. "
         f"The loss {mixes} rows at train.py:41, so they are not cut, and every device computes all of them. "
         "Choose a multiple of 16."
     )
+    trainer = make_trainer(contrastive, accumulate_grad_batches=2)
+    if n_evaluated:
+        trainer.eval_loss(DATA[:n_evaluated], batch_size=n_evaluated)
     with pytest.warns(UserWarning) as caught:
-        make_trainer(contrastive, accumulate_grad_batches=2).update(DATA[:20])
+        trainer.update(DATA[:20])
     assert [str(each.message) for each in caught] == [message]
 
 
