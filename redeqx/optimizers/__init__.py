@@ -29,6 +29,7 @@ from ._states import (
     hyperparams as hyperparams,
     injected as injected,
     injected_rate as injected_rate,
+    kinds_of_states as kinds_of_states,
     n_updates as n_updates,
     paired_leaves as paired_leaves,
     short_names as short_names,

@@ -25,6 +25,13 @@ def states_in(opt_tree: PyTree, kinds: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(opt_tree, is_leaf=lambda x: isinstance(x, kinds)) if isinstance(x, kinds)]
 
 
+def kinds_of_states(opt_tree: PyTree) -> str:
+    """Names the states in an optimizer state, from the outermost ones on: "ScaleByAdamState, EmptyState"."""
+    found: list[str] = []
+    jax.tree.leaves(opt_tree, is_leaf=lambda node: found.append(type(node).__name__) if hasattr(node, "_fields") else None)
+    return ", ".join(found)
+
+
 def injected(tree: PyTree) -> Iterator[tuple[str, Any]]:
     """Yields each state of `optax.inject_hyperparams` in an optimizer state, with the prefix of its names."""
     for path, node in tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, _INJECTED))[0]:

@@ -39,7 +39,7 @@ from ..errors import (
     warn,
 )
 from ..monitor import ProgressLine
-from ..optimizers import warn_of_zero_rate
+from ..optimizers import kinds_of_states, warn_of_zero_rate
 from ..storage import Location, check_writable
 from ._checkpointer import Checkpointer
 from ._engine import Engine
@@ -341,6 +341,7 @@ class Fit:
             "accumulate_grad_batches": self.engine.task.accumulate,
             "sample": sample_of(examples),
             "precision": self.engine.task.precision_of(self.engine.trees[0]),
+            "optimizer": kinds_of_states(self.engine.task.opt_shapes(self.engine.trees[0])),
         }
         # If epochs differ, their data must be the same only when a run resumes within an epoch.
         unknown = () if start.examples or not differs else ("train_size", "sample")

@@ -82,7 +82,7 @@ class Progress:
         """Returns the progress in a `trainer.json` that `check_record` has found valid."""
         evaluation = record.get("evaluation", record)  # older records have the newest evaluation's metrics alone
         return cls(
-            {name: record[name] for name in _SETTING if record[name] is not None},
+            {name: record[name] for name in _SETTING if record.get(name) is not None},
             numbers_of_record(record["best"]),
             numbers_of_record(evaluation["metrics"]),
             numbers_of_record(record["learning_rate"]),
@@ -113,13 +113,13 @@ def numbers_of_record(value: Any) -> Any:
     return float(value) if value in _NONFINITE else value
 
 
-# What determines the examples of a step and their computation.
-_SETTING = ("batch_size", "train_size", "drop_remainder", "accumulate_grad_batches", "sample", "precision")
+# What determines the examples of a step and their computation. Older records have no optimizer.
+_SETTING = ("batch_size", "train_size", "drop_remainder", "accumulate_grad_batches", "sample", "precision", "optimizer")
 # The entries that a Trainer reads back, with their types. Their checksum says that they are as they were written.
 _RECORDED: dict[str, type] = {
     **dict.fromkeys(("step", "seed", "n_keys", "fit", "epoch", "examples", "n_skipped", "n_examples", "first_step"), int),
     **dict.fromkeys(("best", "metrics", "train_metrics", "callbacks", "hyperparams"), dict),
-    **dict.fromkeys((*_SETTING, "stream", "learning_rate", "data_state"), object),
+    **dict.fromkeys((*_SETTING[:-1], "stream", "learning_rate", "data_state"), object),
 }
 
 

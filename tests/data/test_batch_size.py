@@ -260,14 +260,23 @@ def one_epoch_run(tmp_path_factory):
 
 
 def resume(
-    one_epoch_run, tmp_path, data=DATA, *, batch_size=16, rows=None, accumulate=2, n_steps=10, shards=(2, 2), **kwargs
+    one_epoch_run,
+    tmp_path,
+    data=DATA,
+    *,
+    batch_size=16,
+    rows=None,
+    accumulate=2,
+    n_steps=10,
+    shards=(2, 2),
+    decay=(),
+    **kwargs,
 ):
     schedule = optax.linear_schedule(0.1, 0.0, n_steps)
     workdir = tmp_path / "run"
     __import__("shutil").copytree(one_epoch_run, workdir)
-    trainer = make_trainer(
-        workdir, accumulate=accumulate, optimizer=optax.sgd(schedule), lr_schedule_fn=schedule, shards=shards
-    )
+    optimizer = optax.chain(optax.identity(), optax.scale_by_learning_rate(schedule), *decay)  # with `decay=()` that of SGD
+    trainer = make_trainer(workdir, accumulate=accumulate, optimizer=optimizer, lr_schedule_fn=schedule, shards=shards)
     trainer.fit(data, rows, n_epochs=2, batch_size=batch_size, **kwargs)
     return [text for text in trainer.messages if "that differ:" in text]
 
@@ -294,6 +303,10 @@ def test_resume_with_another_batch_size_raises(kwargs, one_epoch_run, tmp_path):
         ({"drop_remainder": True}, ["`drop_remainder` True, before False"]),
         ({"n_steps": 20}, ["a learning rate at step 3 of 0.09, before 0.08"]),
         ({"data": DATA[::-1].copy()}, ["other examples"]),
+        (  # of the same tensors
+            {"decay": [optax.add_decayed_weights(0.1)]},
+            ["`optimizer` EmptyState, ScaleByScheduleState, EmptyState, before EmptyState, ScaleByScheduleState"],
+        ),
     ],
 )
 def test_resume_reports_other_differences(kwargs, expected, one_epoch_run, tmp_path):
