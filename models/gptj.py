@@ -103,6 +103,7 @@ class CodeGenConfig(GPTJConfig):
         {
             "350m": {"d_model": 1024, "n_layers": 20, "rope_share": 0.5},
             "2b": {"d_model": 2560, "n_layers": 32, "n_heads": 32, "rope_share": 0.8},
+            "6b": {"n_layers": 33},
             "16b": {"d_model": 6144, "n_layers": 34, "n_heads": 24},
         },
         vocab_size=51200,

@@ -245,7 +245,9 @@ class DecoderConfig(FolderConfig):
     model_type: ClassVar[str] = ""  # in `config.json`
     architecture: ClassVar[str] = ""  # the class of transformers; by default it is named as the config is
     scales_residual: ClassVar[bool] = False  # initial weights that add to the residual stream: by 1 / sqrt(2 * n_layers)
-    position_scale: ClassVar[float] = 1.0  # initial weights of learned positions
+    embedding_std: ClassVar[float] = 1.0  # of initial embeddings, over `init_std`
+    position_scale: ClassVar[float] = 1.0  # the same of learned positions
+    has_sinusoids: ClassVar[bool] = False  # in place of learned positions, but for the row of the padding id, which is zero
     zeroes_padding: ClassVar[bool] = False  # whether the initial embedding of padding is 0
     rounds_embedding_scale: ClassVar[bool] = False  # to the dtype of the embedding, before the product
     window_period: ClassVar[int | None] = None  # the n of "every n-th layer has no window"

@@ -38,6 +38,7 @@ from ..nn import (
     normal_embedding,
     normal_linear,
     rotation,
+    sinusoids,
     soft_cap,
     times,
     token_positions,
@@ -96,12 +97,12 @@ class Decoder(Pretrained):
         width = d if config.d_embedding is None else config.d_embedding
         embedding_key, stack_key, head_key = jax.random.split(key, 3)
         self.positions = None
-        if config.position_offset is not None:
+        if config.position_offset is not None and not config.has_sinusoids:
             positions_key, stack_key, head_key = stack_key, head_key, jax.random.fold_in(key, 1)
             n_rows = config.n_positions + config.position_offset
             self.positions = std * config.position_scale * jax.random.normal(positions_key, (n_rows, d))
         padding = config.pad_token_id if config.zeroes_padding else None
-        self.embedding = normal_embedding(vocab, width, std=std, zero=padding, key=embedding_key)
+        self.embedding = normal_embedding(vocab, width, std=config.embedding_std * std, zero=padding, key=embedding_key)
         project = functools.partial(normal_linear, std=std, use_bias=False)
         self.project_in = project(width, d, key=jax.random.fold_in(key, 2)) if width != d else None
         self.embedding_norm = make_norm(config, d) if config.has_embedding_norm else None
@@ -284,8 +285,12 @@ class Decoder(Pretrained):
             x = times(x, float(np.asarray(scale, x.dtype)) if config.rounds_embedding_scale else scale)
             x = x if self.project_in is None else linear(self.project_in, x)
             x = apply(self.embedding_norm, x)
-            if self.positions is not None:
-                offset = config.position_offset
+            offset = config.position_offset
+            if config.has_sinusoids:
+                rows = offset + token_positions(mask, seq, cache, segments=segments)
+                is_zero = (rows == (-1 if config.pad_token_id is None else config.pad_token_id))[:, None]
+                x = x + jnp.where(is_zero, 0, sinusoids(rows, config.d_model)).astype(x.dtype)
+            elif self.positions is not None:
                 x = x + learned_positions(self.positions, mask, seq, cache, offset=offset, segments=segments)
             x = self.dropout(x, key=dropout_key)
         masks, mask_kinds = different(config.windows)
@@ -296,7 +301,7 @@ class Decoder(Pretrained):
             options = {"n_heads": config.n_heads, "largest": config.bias_range, "scale": scale}
             bias = distance_bias(mask, seq, cache, segments=segments, **options)
             angles = []
-        elif self.positions is None:
+        elif config.position_offset is None:
             positions = token_positions(mask, seq, cache, segments=segments)
             if cache is not None and length is None:
                 # After the prompt, each token is the last of its text, also one of a window, as in speculative decoding.

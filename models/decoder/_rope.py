@@ -135,7 +135,7 @@ def _scaling(
     keys: ConfigReader, rope: ConfigReader, n_positions: int, n_original: int | None, kinds: tuple[str, ...]
 ) -> Scaling | None:
     kind = rope.get("rope_type", "default")
-    kind = "longrope" if kind == "su" else kind  # its name in old files
+    kind = {"su": "longrope", "deepseek_yarn": "yarn"}.get(kind, kind)  # names in old files
     if kind not in kinds or kind == "alpha":
         raise rope.refuse("rope_type", kind, " or ".join(repr(known) for known in kinds if known != "alpha"))
     if kind == "default":

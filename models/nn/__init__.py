@@ -13,6 +13,7 @@ from ._attention import (
     distance_bias as distance_bias,
     learned_positions as learned_positions,
     near_mask as near_mask,
+    sinusoids as sinusoids,
     token_mask as token_mask,
     token_positions as token_positions,
 )

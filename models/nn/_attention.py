@@ -93,6 +93,13 @@ def learned_positions(
     return table[offset + token_positions(mask, seq, cache)]
 
 
+def sinusoids(positions: Int[Array, " seq"], size: int) -> Float[Array, "seq size"]:
+    """Returns sines, and then cosines, of angles whose periods grow from 2 pi positions to 10,000 times that."""
+    half = size // 2
+    angles = positions[:, None] * jnp.exp(-math.log(10000) / max(half - 1, 1) * jnp.arange(half))
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles), jnp.zeros((len(positions), size % 2))], axis=1)
+
+
 def distance_bias(
     mask: Bool[Array, " seq"] | None,
     seq: int,

@@ -23,6 +23,7 @@ from redeqx.models.deepseek_v3 import DeepseekV3, DeepseekV3Config
 from redeqx.models.dots import Dots1Config
 from redeqx.models.ernie import Ernie4_5, Ernie4_5Moe
 from redeqx.models.exaone import Exaone4
+from redeqx.models.exaone3 import Exaone
 from redeqx.models.falcon import Falcon
 from redeqx.models.falcon_h1 import FalconH1
 from redeqx.models.gemma import Gemma2, Gemma3
@@ -35,12 +36,18 @@ from redeqx.models.gpt_neo import GPTNeo
 from redeqx.models.gpt_neox import GPTNeoX
 from redeqx.models.gpt_oss import GptOss, GptOssConfig
 from redeqx.models.granite_hybrid import GraniteMoeHybrid
+from redeqx.models.granite_swa import GraniteSWA
 from redeqx.models.hf import ConfigReader
+from redeqx.models.hunyuan import HunyuanMoe
+from redeqx.models.hy3 import HYV3
+from redeqx.models.internlm import InternLM3, IQuestCoder
 from redeqx.models.jamba import Jamba, JambaConfig
 from redeqx.models.lfm import Lfm2, Lfm2Config
 from redeqx.models.lfm_moe import Lfm2Moe
 from redeqx.models.mamba import FalconMamba, FalconMambaConfig, Mamba, MambaConfig
 from redeqx.models.mamba2 import Mamba2, Mamba2Config
+from redeqx.models.mellum import Mellum
+from redeqx.models.minicpm import MiniCPM3
 from redeqx.models.minimax import MiniMaxM2, MiniMaxM2Config
 from redeqx.models.mistral import Ministral3, Mistral, Mixtral, MixtralConfig
 from redeqx.models.mistral4 import Mistral4
@@ -49,6 +56,7 @@ from redeqx.models.nemotron_h import NemotronH, NemotronHConfig
 from redeqx.models.nn import Attention, DynamicScaling, LinearScaling, LongScaling, add_routing, distance_bias, rotation
 from redeqx.models.olmo import Olmo
 from redeqx.models.olmoe import Olmoe
+from redeqx.models.openai_gpt import OpenAIGPT
 from redeqx.models.phi import Phi, Phi3, Phi3Config
 from redeqx.models.phi_moe import Phimoe
 from redeqx.models.qwen3_5 import Qwen3_5, Qwen3_5Moe
@@ -57,6 +65,7 @@ from redeqx.models.qwen_next import Qwen3Next, Qwen3NextConfig
 from redeqx.models.smollm import SmolLM3
 from redeqx.models.stablelm import StableLm
 from redeqx.models.starcoder2 import Starcoder2
+from redeqx.models.xglm import XGLM
 from tests.models.families._case import assert_equal, fill, is_shape, outputs, random_model
 from tests.models.families._decoders import CASES, GOLDEN, HEADED, LONG
 from tests.models.families._table import END, README, START, table
@@ -112,7 +121,16 @@ PUBLISHED = {
     "lfm2_moe": {"8b-a1b": 8_339_930_560},  # with the 704 numbers that correct the routers
     "mistral4": {"small": 118_972_826_624},
     "biogpt": {"base": 346_763_264},
-    "codegen": {"350m": 356_712_448, "2b": 2_779_356_160, "16b": 16_032_155_648},
+    "codegen": {"350m": 356_712_448, "2b": 2_779_356_160, "6b": 7_064_213_504, "16b": 16_032_155_648},
+    "openai-gpt": {"117m": 116_534_784},
+    "xglm": {"564m": 564_463_616, "1.7b": 1_732_907_008, "2.9b": 2_941_505_536, "7.5b": 7_492_771_840},
+    "internlm3": {"8b": 8_804_241_408},
+    "exaone": {
+        "3-7.8b": 7_818_448_896,
+        "3.5-2.4b": 2_405_327_360,
+        "3.5-7.8b": 7_818_448_896,
+        "3.5-32b": 32_003_200_000,
+    },
     "bamba": {"9b": 9_780_235_392},
     "falcon_h1": {"0.5b": 521_411_104, "1.5b-deep": 1_554_874_768, "7b": 7_585_654_880, "34b": 33_642_516_224},
     "falcon_mamba": {"7b": 7_272_665_088},
@@ -248,6 +266,25 @@ def test_presets_have_the_published_number_of_parameters(cls):
             r"`rope_parameters`: expected one with `n_original`, after which queries grow, got None",
         ),
         (Ministral3, {"rope_theta": 5e5}, r"`rope_theta`: expected 1000000\.0 or None, .* got 500000\.0"),
+        (InternLM3, {"qkv_bias": True}, r"`mlp_bias`: expected the same as `attention_bias`, True, got False\. Set both"),
+        (IQuestCoder, {"clip_qkv": 8.0}, r"`clip_qkv`: expected None, .* got 8\.0"),
+        (IQuestCoder, {"use_sliding_window": True}, r"`use_sliding_window`: expected False or None, .* got True"),
+        (OpenAIGPT, {"afn": "tanh"}, r"`afn`: expected 'gelu_new', 'silu' or 'relu', got 'tanh'"),
+        (HunyuanMoe, {"moe_topk": [1, 2]}, r"`moe_topk`: expected the same number for all layers, .* got \[1, 2\]"),
+        (HYV3, {"mlp_bias": True}, r"`mlp_bias`: expected False, .* got True"),
+        (XGLM, {"add_cross_attention": True}, r"`add_cross_attention`: expected False, .* got True"),
+        (XGLM, {"layerdrop": 0.1}, r"`layerdrop`: expected 0\.0, .* got 0\.1"),
+        (Mellum, {"mlp_layer_types": ["sparse", "dense"]}, r"`mlp_layer_types`: expected dense layers, and then"),
+        (
+            GraniteSWA,
+            {"num_hidden_layers": 2, "layer_rope_theta": [1.0]},
+            r"`layer_rope_theta`: expected 2 numbers: 0, one for",
+        ),
+        (
+            GraniteSWA,
+            {"num_hidden_layers": 3, "layer_rope_theta": [0, 10.0, 20.0]},
+            r"`layer_rope_theta`: expected 3 numbers: 0, one for layers with a window, .* got \[0\.0, 10\.0, 20\.0\]",
+        ),
         (Mistral4, {"head_dim": 64}, r"`head_dim`: expected 128 or None, .* got 64"),
         (Mistral4, {"n_group": 2}, r"`n_group`: expected 1, .* got 2"),
         (
@@ -422,6 +459,17 @@ def test_fields_that_share_a_key_have_one_value():
         Starcoder2.config_class(mlp_bias=False)
 
 
+def test_a_file_holds_the_factor_of_logits_of_minicpm_by_a_whole_width():
+    keys = {"num_hidden_layers": 10, "scale_depth": 1.3, "dim_model_base": 512}
+    config = MiniCPM3.config_class.from_hf(ConfigReader(keys))
+    assert (config.residual_scale, config.logit_divisor) == (1.3 / 10**0.5, 5.0)
+    assert config.to_hf().items() >= keys.items()
+    nulls = MiniCPM3.config_class.from_hf(ConfigReader(dict.fromkeys(("scale_depth", "dim_model_base"))))
+    assert (nulls.residual_scale, nulls.logit_divisor) == (1.0, 1.0)
+    with pytest.raises(ValueError, match=r"`logit_divisor`: expected `d_model`=2560 over a whole number, got 3\.0"):
+        MiniCPM3.config_class(logit_divisor=3.0)
+
+
 def test_each_projection_of_a_state_space_has_a_factor():
     with pytest.raises(ValueError, match=r"`factors`: expected five `states`, got \(1\.0,\)"):
         FalconH1.config_class(factors=Factors(states=(1.0,)))
@@ -507,6 +555,13 @@ def test_only_gemmas_round_the_scale_of_embeddings(name, tmp_path):
     found = np.asarray(_embedded(model, jnp.arange(len(rows))))
     np.testing.assert_array_equal(found, wanted)
     assert (found != other).any()
+
+
+def test_published_files_of_exaone_have_keys_of_their_own():
+    keys = {"num_layers": 30, "layer_norm_epsilon": 1e-4, "activation_function": "relu"}
+    config = Exaone.config_class.from_hf(ConfigReader(keys))
+    assert (config.n_layers, config.norm_eps, config.activation) == (30, 1e-4, "relu")
+    assert {"ExaoneForCausalLM", "LlamaForCausalLM"} < {*Exaone.architectures_of("exaone")}
 
 
 # --- experts ----------------------------------------------------------------------------------------------------------

@@ -37,7 +37,8 @@ def make(name, head="ForCausalLM", **kwargs):
 
     sizes = {key: value for key, value in {**SIZES, **kwargs}.items() if value is not None}
     config = getattr(transformers, f"{name}Config")(**sizes)
-    name = name if head != "ForCausalLM" else name.removesuffix("Text")
+    if head == "ForCausalLM":  # whose class may have another name
+        return transformers.AutoModelForCausalLM.from_config(config).eval()
     return getattr(transformers, name + head)(config).eval()
 
 
@@ -126,6 +127,7 @@ LATENT = {
         "mscale_all_dim": 0.9,
     },
 }
+DENSE = {key: value for key, value in LATENT.items() if "expert" not in key and key != "first_k_dense_replace"}
 ROUTED = {
     "first_k_dense_replace": 1,
     "n_routed_experts": 8,
@@ -387,6 +389,65 @@ CASES = [
         first_k_dense_replace=3,
         **MIXED,
     ),
+    case("exaone3", "Exaone"),
+    case("internlm3", "InternLM3", head_dim=8, attention_bias=True, mlp_bias=True),
+    case("iquestcoder", "IQuestCoder", head_dim=8),
+    case(
+        "hyperclovax",
+        "HyperCLOVAX",
+        embedding_multiplier=3.0,
+        logits_scaling=0.5,
+        residual_multiplier=0.7,
+        attention_multiplier=0.3,
+    ),
+    case("hyperclovax-pre", "HyperCLOVAX", use_post_norm=False),
+    case("youtu", "Youtu", **DENSE, q_lora_rank=14, attention_bias=True, pad_token_id=None),  # a folder's row is set to zero
+    case("minicpm3", "MiniCPM3", **DENSE, q_lora_rank=14, dim_model_base=8),
+    case("sarvam-mla", "SarvamMLA", **LATENT),
+    case("sarvam-moe", "SarvamMoE", head_dim=8, **ROUTED, n_group=4, topk_group=2),
+    case(
+        "flint",
+        "Flint",
+        head_dim=8,
+        num_hidden_layers=5,
+        sliding_window=4,
+        mlp_only_layers=[0],
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=20,
+    ),
+    case(
+        "mellum",
+        "Mellum",
+        **MIXED,
+        head_dim=8,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=12,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+    ),
+    case("hunyuan-moe", "HunYuanMoEV1", head_dim=8, num_experts=4, moe_topk=2),
+    case("granite-swa", "GraniteSWA", **MIXED, layer_rope_theta=[100.0, 0, 100.0], embedding_multiplier=3.0),
+    case(
+        "granite-moe-swa",
+        "GraniteMoeSWA",
+        **MIXED,
+        num_local_experts=4,
+        shared_intermediate_size=20,
+        layer_rope_theta=[100.0, 1000.0, 0],
+    ),
+    case("xglm", "XGLM", num_key_value_heads=None, intermediate_size=None, ffn_dim=36, pad_token_id=4),
+    case("xglm-odd", "XGLM", num_key_value_heads=None, hidden_size=27, num_attention_heads=3, scale_embedding=False),
+    case(
+        "hy3",
+        "HYV3",
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=12,
+        num_shared_experts=2,
+    ),
     case("gpt-neo", "GPTNeo", **NEO, window_size=4, attention_types=[[["local", "global"], 1]]),
     case("nemotron", "Nemotron", hidden_size=32),
     case("helium", "Helium", head_dim=6, attention_bias=True),
@@ -416,6 +477,7 @@ HEADED = [
     embedding("gpt-neox-embeddings", "GPTNeoX", num_key_value_heads=None, hidden_size=32),
     case("qwen2-both-sides", "Qwen2", is_causal=False),
     case("nemotron-h-steps", "NemotronH", **PARTS, time_step_min=0.5),  # which transformers ignores in decoding
+    case("openai-gpt", "OpenAIGPT", **OLD, afn="swish"),  # its `generate` counts positions of padding
     headed("llama-classes", "Llama", "Sequence"),
     headed("gpt2-classes", "GPT2", "Sequence", num_key_value_heads=None, tie_word_embeddings=True),
     headed("opt-classes", "OPT", "Sequence", num_key_value_heads=None, ffn_dim=36, word_embed_proj_dim=16),

@@ -20,17 +20,20 @@ from redeqx.models.gemma4 import Gemma4, Gemma4Config
 from redeqx.models.gpt_bigcode import GPTBigCode, GPTBigCodeConfig
 from redeqx.models.gpt_oss import GptOss, GptOssConfig
 from redeqx.models.granite_hybrid import GraniteMoeHybrid, GraniteMoeHybridConfig
+from redeqx.models.granite_swa import GraniteMoeSWA, GraniteMoeSWAConfig
 from redeqx.models.jamba import Jamba, JambaConfig
 from redeqx.models.lfm_moe import Lfm2Moe, Lfm2MoeConfig
 from redeqx.models.llama import Llama, LlamaConfig
 from redeqx.models.mamba import FalconMamba, FalconMambaConfig
 from redeqx.models.mamba2 import Mamba2, Mamba2Config
+from redeqx.models.minicpm import MiniCPM3, MiniCPM3Config
 from redeqx.models.minimax import MiniMaxM2, MiniMaxM2Config
 from redeqx.models.mistral import Mixtral, MixtralConfig
 from redeqx.models.mistral4 import Mistral4, Mistral4Config
 from redeqx.models.nemotron_h import NemotronH, NemotronHConfig
 from redeqx.models.qwen import Qwen3, Qwen3Config
 from redeqx.models.qwen_next import Qwen3Next, Qwen3NextConfig
+from redeqx.models.xglm import XGLM, XGLMConfig
 from tests.models.families._case import Case, Training
 
 VOCAB, SEQ, LONG = 47, 11, 40
@@ -281,6 +284,19 @@ AFMOE = AfmoeConfig(
     embedding_scale=None,
     **{**SIZES, "n_layers": 3},
 )
+GRANITE_SWA = GraniteMoeSWAConfig(
+    n_kv_heads=2, window=4, windowed_layers=(0,), unrotated_layers=(1,), n_experts=4, d_shared=32, **SIZES
+)
+MINICPM = MiniCPM3Config(
+    latent_size=16,
+    query_latent_size=16,
+    plain_size=8,
+    shared_rotary_size=8,
+    value_size=8,
+    logit_divisor=2.0,
+    **SIZES,
+)
+XGLM_SIZES = XGLMConfig(embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0, **SIZES)
 APERTUS = ApertusConfig(n_kv_heads=2, rope_scaling=None, **SIZES)
 BLOOM = BloomConfig(**{name: size for name, size in SIZES.items() if name != "d_mlp"})
 EXAMPLES = [{"ids": row} for row in rng.integers(0, 64, (16, 9))]
@@ -294,6 +310,9 @@ TRAININGS = [
     Training("apertus", lambda key: Apertus(APERTUS, key=key), EXAMPLES, loss_fn, zero_gradient=("*beta", "*eps")),
     Training("bloom", lambda key: Bloom(BLOOM, key=key), EXAMPLES, loss_fn),
     Training("mixtral", lambda key: Mixtral(MIXTRAL, key=key), EXAMPLES, loss_fn),
+    Training("granite-moe-swa", lambda key: GraniteMoeSWA(GRANITE_SWA, key=key), EXAMPLES, loss_fn),
+    Training("minicpm3", lambda key: MiniCPM3(MINICPM, key=key), EXAMPLES, loss_fn, 0.4),
+    Training("xglm", lambda key: XGLM(XGLM_SIZES, key=key), EXAMPLES, loss_fn),
     Training("minimax-m2", lambda key: MiniMaxM2(MINIMAX, key=key), EXAMPLES, loss_fn, zero_gradient=("*correction",)),
     Training("gpt-oss", lambda key: GptOss(GPT_OSS, key=key), EXAMPLES, loss_fn),
     Training("mistral4", lambda key: Mistral4(MISTRAL4, key=key), EXAMPLES, loss_fn),
