@@ -4,10 +4,9 @@ Sources: *EXAONE 3.0* (arXiv:2408.03541); *EXAONE 3.5* (arXiv:2412.04862).
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from .decoder import Decoder, Names
-from .hf import published
+from .hf import Aliases, published
 from .llama import LlamaConfig
 from .nn import Llama3Scaling
 
@@ -18,20 +17,16 @@ _LONG = {"n_positions": 32768, "rope_theta": 1e6, "rope_scaling": Llama3Scaling(
 class ExaoneConfig(LlamaConfig):
     """The sizes of an EXAONE 3 or 3.5. The defaults are those of the first one. See `DecoderConfig`."""
 
-    vocab_size: int = 102400
-    n_positions: int = 4096
-    d_mlp: int | None = 14336
-    n_kv_heads: int | None = 8
-    rope_theta: float = 500000.0
-    norm_eps: float = 1e-5
-    eos_token_id: int | tuple[int, ...] | None = 361
-    pad_token_id: int | None = 0
+    vocab_size, n_positions = 102400, 4096
+    d_mlp = 14336
+    n_kv_heads = 8
+    rope_theta = 500000.0
+    norm_eps = 1e-5
+    eos_token_id, pad_token_id = 361, 0
 
     model_type = "exaone"
     architecture = "LlamaForCausalLM"
-    aliases = MappingProxyType(
-        {"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps", "activation_function": "hidden_act"}
-    )
+    aliases = Aliases(num_layers="num_hidden_layers", layer_norm_epsilon="rms_norm_eps", activation_function="hidden_act")
     names = Names(
         {
             "ln_1": "attention_norm",

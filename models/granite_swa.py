@@ -11,7 +11,7 @@ from typing import Any
 from ._kinds import LIST, NOT_NEGATIVE
 from .decoder import Decoder, Experts, LayerTypes
 from .granite import GraniteConfig, GraniteMoeSharedConfig
-from .hf import ConfigReader, Row, published
+from .hf import ConfigReader, Row
 
 
 class _Bases(Row):
@@ -48,24 +48,18 @@ class _Bases(Row):
 class GraniteSWAConfig(GraniteConfig):
     """The sizes of a Granite Swash. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 100352
-    n_positions: int = 8192
-    d_model: int = 2560
-    d_mlp: int | None = 8192
-    n_layers: int = 24
-    n_heads: int = 20
-    n_kv_heads: int | None = 4
-    window: int | None = 128
-    has_sinks: bool = True
-    norm_eps: float = 1e-5
-    is_tied: bool = True
-    bos_token_id: int | None = 100257
-    eos_token_id: int | tuple[int, ...] | None = 100257
+    vocab_size, n_positions = 100352, 8192
+    d_model, d_mlp, n_layers, n_heads = 2560, 8192, 24, 20
+    n_kv_heads = 4
+    window = 128
+    has_sinks = True
+    norm_eps = 1e-5
+    is_tied = True
+    bos_token_id = eos_token_id = 100257
 
     model_type = "granite_swa"
     rows = (*GraniteConfig.rows, LayerTypes(), _Bases())
     names = replace(GraniteConfig.names, block={"self_attn.sinks": "attention.sinks"})
-    sizes = published({})
 
     @classmethod
     def default_layers(cls, n_layers: int) -> tuple[int, ...]:
@@ -81,8 +75,8 @@ class GraniteSWA(Decoder, config=GraniteSWAConfig, init=False):
 class GraniteMoeSWAConfig(GraniteMoeSharedConfig):
     """The sizes of a Granite Swash with experts. The defaults are those of transformers. See `DecoderConfig`."""
 
-    window: int | None = 128
-    has_sinks: bool = True
+    window = 128
+    has_sinks = True
 
     model_type = "granitemoe_swa"
     rows = (*GraniteMoeSharedConfig.rows, LayerTypes(), _Bases())
@@ -96,7 +90,6 @@ class GraniteMoeSWAConfig(GraniteMoeSharedConfig):
             "block_sparse_moe.experts.down_proj": Experts(("mlp.experts.down",), ends=("", "_bias")),
         },
     )
-    sizes = published({})
 
     @classmethod
     def default_layers(cls, n_layers: int) -> tuple[int, ...]:

@@ -4,11 +4,10 @@ Source: the models' cards.
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from ._kinds import SIZE
 from .decoder import KINDS, Decoder, DecoderConfig, Names, Rope, Shared, expert_names, rows
-from .hf import ConfigReader, Field, published
+from .hf import Aliases, ConfigReader, Field
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,7 @@ class HunyuanMoeConfig(HunyuanConfig):
     """The sizes of a Hunyuan with experts, and an MLP of the same width for all tokens. The defaults are those of
     transformers. See `DecoderConfig`."""
 
-    n_experts: int = 1
-    n_chosen: int = 1
-    d_shared: int = 11008
+    n_experts, n_chosen, d_shared = 1, 1, 11008
 
     model_type = "hunyuan_v1_moe"
     architecture = "HunYuanMoEV1ForCausalLM"
@@ -58,9 +55,8 @@ class HunyuanMoeConfig(HunyuanConfig):
         Field("num_experts", "n_experts"),
         Field("moe_topk", "n_chosen", via=_n_chosen),
     )
-    aliases = MappingProxyType({"num_experts_per_tok": "moe_topk", "num_local_experts": "num_experts"})
+    aliases = Aliases(num_experts_per_tok="moe_topk", num_local_experts="num_experts")
     names = Names({**HunyuanConfig.names.block, **expert_names("shared_mlp", "gate.wg")})
-    sizes = published({})
 
 
 class HunyuanMoe(Decoder, config=HunyuanMoeConfig, init=False):

@@ -4,10 +4,11 @@ Sources: the models' cards, huggingface.co/internlm and huggingface.co/IQuestLab
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
+
+from redeqx.errors import wrong
 
 from .decoder import Decoder
-from .hf import Only, published
+from .hf import Aliases, Only, published
 from .llama import LlamaConfig
 from .nn import DynamicScaling
 
@@ -16,25 +17,20 @@ from .nn import DynamicScaling
 class InternLM3Config(LlamaConfig):
     """The sizes of an InternLM 3. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 128512
-    n_positions: int = 32768
-    d_mlp: int | None = 10240
-    n_layers: int = 48
-    n_kv_heads: int | None = 2
-    head_size: int | None = 128
-    norm_eps: float = 1e-5
-    pad_token_id: int | None = 2
+    vocab_size, n_positions = 128512, 32768
+    d_mlp, n_layers = 10240, 48
+    n_kv_heads, head_size = 2, 128
+    norm_eps = 1e-5
+    pad_token_id = 2
 
     model_type = "internlm3"
     architecture = "LlamaForCausalLM"
-    aliases = MappingProxyType({"qkv_bias": "attention_bias", "bias": "mlp_bias"})
+    aliases = Aliases(qkv_bias="attention_bias", bias="mlp_bias")
     sizes = published({"8b": {"n_positions": 196608, "rope_theta": 50000000.0, "rope_scaling": DynamicScaling(6.0, 32768)}})
 
     def __post_init__(self) -> None:
         if self.attention_bias != self.mlp_bias:
-            raise ValueError(
-                f"`mlp_bias`: expected the same as `attention_bias`, {self.attention_bias}, got {self.mlp_bias}. Set both."
-            )
+            raise wrong("mlp_bias", f"the same as `attention_bias`, {self.attention_bias}", self.mlp_bias, "Set both.")
         super().__post_init__()
 
 
@@ -48,15 +44,10 @@ class InternLM3(Decoder, config=InternLM3Config, init=False):
 class IQuestCoderConfig(LlamaConfig):
     """The sizes of an IQuest-Coder. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 76800
-    n_positions: int = 131072
-    d_model: int = 5120
-    d_mlp: int | None = 27648
-    n_layers: int = 80
-    n_heads: int = 40
-    n_kv_heads: int | None = 8
-    head_size: int | None = 128
-    norm_eps: float = 1e-5
+    vocab_size, n_positions = 76800, 131072
+    d_model, d_mlp, n_layers, n_heads = 5120, 27648, 80, 40
+    n_kv_heads, head_size = 8, 128
+    norm_eps = 1e-5
 
     model_type = "iquestcoder"
     architecture = "LlamaForCausalLM"
@@ -65,7 +56,6 @@ class IQuestCoderConfig(LlamaConfig):
         Only("clip_qkv", None, is_written=False),
         Only("use_sliding_window", False, None, is_written=False),
     )
-    sizes = published({})
 
 
 class IQuestCoder(Decoder, config=IQuestCoderConfig, init=False):

@@ -4,10 +4,9 @@ Source: the models' cards, huggingface.co/JetBrains.
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from .decoder import Decoder, LayerTypes, MlpTypes, Names, Rope, expert_names, rows
-from .hf import Field, published
+from .hf import Aliases, Fields
 from .qwen_moe import Qwen3MoeConfig
 
 
@@ -15,34 +14,25 @@ from .qwen_moe import Qwen3MoeConfig
 class MellumConfig(Qwen3MoeConfig):
     """The sizes of a Mellum 2. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 98304
-    n_positions: int = 131072
-    d_model: int = 2304
-    d_mlp: int | None = 7168
-    n_layers: int = 28
-    head_size: int | None = 128
-    window: int | None = 1024
-    rope_theta: float = 500000.0
-    local_rope_theta: float | None = 10000.0
-    n_experts: int = 64
-    d_expert: int | None = 896
-    renormalize: bool = True
+    vocab_size, n_positions = 98304, 131072
+    d_model, d_mlp, n_layers = 2304, 7168, 28
+    head_size = 128
+    window = 1024
+    rope_theta, local_rope_theta = 500000.0, 10000.0
+    n_experts, d_expert = 64, 896
+    renormalize = True
 
     model_type = "mellum"
     window_period = 1
     rows = rows(
-        Field("attention_bias"),
-        Field("moe_intermediate_size", "d_expert"),
-        Field("num_local_experts", "n_experts"),
-        Field("num_experts_per_tok", "n_chosen"),
-        Field("norm_topk_prob", "renormalize"),
+        *Fields("attention_bias", d_expert="moe_intermediate_size", n_experts="num_local_experts"),
+        *Fields(n_chosen="num_experts_per_tok", renormalize="norm_topk_prob"),
         LayerTypes(),
         MlpTypes(),
         Rope(has_local=True),
     )
-    aliases = MappingProxyType({"num_experts": "num_local_experts"})
+    aliases = Aliases(num_experts="num_local_experts")
     names = Names(expert_names(), ignored=("*.rotary_emb.inv_freq", "mtp.*"))
-    sizes = published({})
 
 
 class Mellum(Decoder, config=MellumConfig, init=False):

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from redeqx.errors import wrong
+
 from ._kinds import POSITIVE, SIZE
 from .decoder import LATENT, LATENT_NAMES, Decoder, DecoderConfig, Names, rows
-from .hf import ConfigReader, Field, Row, published
+from .hf import ConfigReader, Field, Fields, Row
 
 
 class _Factors(Row):
@@ -30,10 +32,8 @@ class _Factors(Row):
     def check(self, config: Any) -> None:
         base = config.d_model / config.logit_divisor
         if round(base) < 1 or config.d_model / round(base) != config.logit_divisor:
-            raise ValueError(
-                f"`logit_divisor`: expected `d_model`={config.d_model} over a whole number, got {config.logit_divisor}. "
-                "Files hold that number."
-            )
+            rule = f"`d_model`={config.d_model} over a whole number"
+            raise wrong("logit_divisor", rule, config.logit_divisor, "Files hold that number.")
 
     def write(self, config: Any) -> dict[str, Any]:
         root = math.sqrt(config.n_layers)
@@ -47,23 +47,14 @@ class _Factors(Row):
 class MiniCPM3Config(DecoderConfig):
     """The sizes of a MiniCPM 3. The defaults are those of the published one, without its scaling. See `DecoderConfig`."""
 
-    vocab_size: int = 73448
-    n_positions: int = 32768
-    d_model: int = 2560
-    d_mlp: int | None = 6400
-    n_layers: int = 62
-    n_heads: int = 40
-    latent_size: int | None = 256
-    query_latent_size: int | None = 768
-    plain_size: int = 64
-    shared_rotary_size: int = 32
-    value_size: int = 64
-    norm_eps: float = 1e-5
-    residual_scale: float = 1.4 / math.sqrt(62)
-    embedding_scale: float | None = 12.0
-    is_tied: bool = True
-    logit_divisor: float = 10.0
-    init_std: float = 0.1
+    vocab_size, n_positions = 73448, 32768
+    d_model, d_mlp, n_layers, n_heads = 2560, 6400, 62, 40
+    latent_size, query_latent_size = 256, 768
+    plain_size, shared_rotary_size, value_size = 64, 32, 64
+    norm_eps = 1e-5
+    residual_scale, embedding_scale, logit_divisor = 1.4 / math.sqrt(62), 12.0, 10.0
+    is_tied = True
+    init_std = 0.1
 
     model_type = "minicpm3"
     rounds_embedding_scale = True
@@ -75,14 +66,12 @@ class MiniCPM3Config(DecoderConfig):
             SIZE,
             default=lambda known: known["d_model"] // known["n_heads"],
         ),
-        Field("attention_bias"),
-        Field("mlp_bias"),
+        *Fields("attention_bias", "mlp_bias"),
         Field("scale_emb", "embedding_scale", POSITIVE),
         _Factors(),
         without=("n_kv_heads", "head_size"),
     )
     names = Names(LATENT_NAMES)
-    sizes = published({})
 
 
 class MiniCPM3(Decoder, config=MiniCPM3Config, init=False):

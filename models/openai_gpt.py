@@ -21,11 +21,9 @@ def _named(config: "OpenAIGPTConfig") -> str:
 class OpenAIGPTConfig(GPT2Config):
     """The sizes and dropout rates of a GPT. The defaults are those of the published one. See `DecoderConfig`."""
 
-    vocab_size: int = 40478
-    n_positions: int = 512
-    norm_places: str = "sum"
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
+    vocab_size, n_positions = 40478, 512
+    norm_places = "sum"
+    bos_token_id = eos_token_id = None
 
     model_type = "openai-gpt"
     architecture = "OpenAIGPTLMHeadModel"

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from .decoder import Choice, Decoder, Names, expert_names
 from .deepseek_v3 import DeepseekV3Config
 from .glm_moe import Glm4MoeConfig
-from .hf import published
 
 _OTHER = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}  # names in older files
 
@@ -18,30 +17,21 @@ _OTHER = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_exp
 class SarvamMoEConfig(Glm4MoeConfig):
     """The sizes of a Sarvam. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 262144
-    d_mlp: int | None = 8192
-    n_layers: int = 19
-    n_heads: int = 64
-    n_kv_heads: int | None = 4
-    head_size: int | None = 64
-    head_norm: str | None = "head"
-    rope_share: float = 1.0
-    rope_theta: float = 8000000.0
-    norm_eps: float = 1e-6
-    n_chosen: int = 6
-    d_expert: int | None = 1024
-    d_shared: int = 1024
-    router_scale: float = 2.5
-    eos_token_id: int | tuple[int, ...] | None = 1
-    pad_token_id: int | None = 0
-    init_std: float = 0.006
+    vocab_size = 262144
+    d_mlp, n_layers, n_heads = 8192, 19, 64
+    n_kv_heads, head_size = 4, 64
+    head_norm = "head"
+    rope_theta, rope_share = 8000000.0, 1.0
+    norm_eps = 1e-6
+    n_chosen, d_expert, d_shared = 6, 1024, 1024
+    router_scale = 2.5
+    eos_token_id, pad_token_id = 1, 0
+    init_std = 0.006
 
     model_type = "sarvam_moe"
     architecture = "Glm4MoeForCausalLM"
     rows = tuple(
-        Choice("use_qk_norm", MappingProxyType({"head_norm": (None, "head")}), default=True)
-        if "head_norm" in row.keys
-        else row
+        Choice("use_qk_norm", {"head_norm": (None, "head")}, default=True) if "head_norm" in row.keys else row
         for row in Glm4MoeConfig.rows
     )
     aliases = MappingProxyType({**Glm4MoeConfig.aliases, **_OTHER, "use_qkv_bias": "attention_bias"})
@@ -57,7 +47,6 @@ class SarvamMoEConfig(Glm4MoeConfig):
         embedding="model.word_embeddings",
         ignored=Glm4MoeConfig.names.ignored,
     )
-    sizes = published({})
 
 
 class SarvamMoE(Decoder, config=SarvamMoEConfig, init=False):
@@ -70,22 +59,17 @@ class SarvamMoE(Decoder, config=SarvamMoEConfig, init=False):
 class SarvamMLAConfig(DeepseekV3Config):
     """The sizes of a Sarvam with latent attention. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 262144
-    d_model: int = 4096
-    d_mlp: int | None = 16384
-    n_layers: int = 32
-    n_heads: int = 64
-    query_latent_size: int | None = None
-    n_experts: int = 128
-    n_dense: int = 1
-    n_expert_groups: int = 1
-    n_chosen_groups: int = 1
-    init_std: float = 0.006
+    vocab_size = 262144
+    d_model, d_mlp, n_layers, n_heads = 4096, 16384, 32, 64
+    query_latent_size = None
+    n_experts = 128
+    n_dense = 1
+    n_expert_groups = n_chosen_groups = 1
+    init_std = 0.006
 
     model_type = "sarvam_mla"
     architecture = "DeepseekV3ForCausalLM"
     aliases = MappingProxyType({**DeepseekV3Config.aliases, **_OTHER})
-    sizes = published({})
 
 
 class SarvamMLA(Decoder, config=SarvamMLAConfig, init=False):

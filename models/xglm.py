@@ -4,52 +4,42 @@ Source: Lin et al. 2021, *Few-shot Learning with Multilingual Language Models* (
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from ._kinds import RATE, TEXT
 from .decoder import Choice, Decoder, GPTConfig, Inner, Names, Shared, rows
-from .hf import ConfigReader, Field, Only, published
+from .hf import Aliases, ConfigReader, Field, Fixed, published
 
 
 @dataclass(frozen=True)
 class XGLMConfig(GPTConfig):
     """The sizes and dropout rates of an XGLM. The defaults are those of the smallest one. See `DecoderConfig`."""
 
-    vocab_size: int = 256008
-    d_model: int = 1024
-    n_layers: int = 24
-    n_heads: int = 16
-    attention_bias: bool = True
-    position_offset: int | None = 2
-    activation: str = "gelu"
-    embedding_scale: float | None = None
-    is_tied: bool = True
-    embedding_dropout: float = 0.1
-    attention_dropout: float = 0.1
-    residual_dropout: float = 0.1
-    bos_token_id: int | None = 0
-    pad_token_id: int | None = 1
+    vocab_size = 256008
+    d_model, n_layers, n_heads = 1024, 24, 16
+    attention_bias = True
+    position_offset = 2
+    activation = "gelu"
+    embedding_scale = None
+    is_tied = True
+    embedding_dropout = residual_dropout = attention_dropout = 0.1
+    bos_token_id, pad_token_id = 0, 1
 
     model_type = "xglm"
     zeroes_padding = has_sinusoids = True
     rows = rows(
-        Only("layerdrop", 0.0, is_written=False),
-        Only("activation_dropout", 0.0, is_written=False),
-        Only("add_cross_attention", False, is_written=False),
+        *Fixed(is_written=False, layerdrop=0.0, activation_dropout=0.0, add_cross_attention=False),
         Field("d_model"),
         Inner("ffn_dim", None, default=4096, save=lambda config: config.inner),
         Field("num_layers", "n_layers", via=ConfigReader.layers),
         Field("attention_heads", "n_heads"),
         Field("activation_function", "activation", TEXT),
         Shared("dropout", "residual_dropout", "embedding_dropout"),
-        Choice("scale_embedding", MappingProxyType({"embedding_scale": (1.0, None)}), default=True),
+        Choice("scale_embedding", {"embedding_scale": (1.0, None)}, default=True),
         Field("attention_dropout", kind=RATE),
         Field("init_std"),
         without=("n_kv_heads", "head_size", "rope_theta", "norm_eps"),
     )
-    aliases = MappingProxyType(
-        {"num_attention_heads": "attention_heads", "hidden_size": "d_model", "num_hidden_layers": "num_layers"}
-    )
+    aliases = Aliases(num_attention_heads="attention_heads", hidden_size="d_model", num_hidden_layers="num_layers")
     names = Names(
         {
             "self_attn_layer_norm": "attention_norm",
