@@ -68,6 +68,21 @@ def test_values_and_what_is_sent(names, shards, rows, size):
         assert np.linalg.norm(found - grad) <= 1e-6 * np.linalg.norm(grad), name
 
 
+def test_what_a_loss_masks_gives_no_gradient():
+    """As on one device, also where the totals of parts are infinite."""
+
+    def loss_fn(model, batch, key):
+        x = jnp.where(jnp.arange(SIZE)[:, None] == SIZE // 2, jnp.inf, batch * model["scale"])
+        y = jax.lax.cumlogsumexp(x, axis=1)
+        return (jnp.where(jnp.isfinite(y), y, 0) * model["weights"]).mean()
+
+    trainer = trainer_of(loss_fn, n_sequence_shards=8)
+    trainer.update(BATCH[:1])
+    grads = jax.jit(jax.grad(lambda model: loss_fn(model, BATCH[:1], None)))(MODEL)
+    for leaf, grad in grads.items():
+        np.testing.assert_allclose((np.asarray(MODEL[leaf]) - np.asarray(trainer.model[leaf])) / RATE, grad, atol=1e-6)
+
+
 @pytest.mark.sweep
 def test_in_bfloat16_sums_are_as_exact_as_on_one_device():
     loss_fn = loss_of(("cumsum", "cumlogsumexp"))
