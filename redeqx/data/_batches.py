@@ -138,7 +138,7 @@ class _Pass:
         """Reads the examples of a step that this process needs, and starts to collate them; without `use`, as if the loss
         does with its rows what it does with the newest shapes."""
         if use is None:
-            use = self.find if isinstance(self.find, RowUse) else next(reversed(self.uses.values()), UNKNOWN)
+            use = self.find if isinstance(self.find, RowUse) else ([UNKNOWN, *self.uses.values()][-1])
         rows = self.needed_rows(i, step, use)
         examples = read(step.examples, rows, step.places)
         return _Step(i, step, rows, [step.places[row] for row in rows], examples, self.pool.start(examples))

@@ -37,4 +37,5 @@ from ._strategy import (
     Tried as Tried,
     bytes_of as bytes_of,
     fastest as fastest,
+    may_cut as may_cut,
 )

@@ -17,6 +17,7 @@ from .._promotion import promoting
 from .._tree import is_array_like, is_key, named_leaves
 from ..dims import UNKNOWN, RowUse, row_use
 from ..machine import XlaOptions, is_in_host, replicated, split_rows
+from ..memory import may_cut
 from ..optimizers import Update, ascent, check_kept_form, injected_rate, n_updates
 from ..partition import Plan
 from ..transforms import Rows, by_row
@@ -69,7 +70,8 @@ class TrainStep:
         if not is_only:
             weights, layers = [*state.trained, *frozen], jax.tree.unflatten(self.layers_treedef, state.layers)
             parts, every, use = with_whole(functions, weights, layers, parts, key, every, inference=False)
-            parts = split(parts, task.n_parts, use.group, functions.plan.mesh)
+            if may_cut(use, has_state=task.has_state):  # the number was chosen for the first shapes
+                parts = split(parts, task.n_parts, use.group, functions.plan.mesh)
         gradient, loss = functions.gradient(is_only=is_only), functions.loss(inference=False, is_only=is_only)
 
         def gradient_of(trained: list[Array], layers: list[Array], rows: PyTree, numbers: Rows) -> Any:

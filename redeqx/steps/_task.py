@@ -62,7 +62,7 @@ class Task:
     accumulate: int = 1  # micro-batches per update
     plan: Plan | None = None  # the user's own plan; None makes one from the loss
     max_skipped: int | None = None  # how many updates in a row that are not finite may be skipped; None skips none
-    n_parts: int = 1  # of each micro-batch, computed one after the other
+    n_parts: int = 1  # of each micro-batch whose rows may be cut, computed one after the other
     xla_settings: XlaOptions | str | None = "auto"  # for the train and eval steps, as for `Deployer`
     # What the loss does with rows in training and in an evaluation, where layers such as BatchNorm compute something else;
     # None until a batch is known.

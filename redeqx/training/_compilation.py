@@ -14,7 +14,6 @@ import numpy as np
 from .._deployer import Deployer
 from ..compiled import SavedPrograms, checked as checked_work, step_facts
 from ..data import Batch
-from ..dims import UNKNOWN
 from ..distributed import agree_on_program
 from ..machine import cache_text, cache_use, chip_of_kind
 from ..memory import Loop, SearchSpace, Strategy, choose, matmul_seconds
@@ -232,7 +231,7 @@ def _search_space(engine: Any, own: Strategy, batch: Batch, limit: int) -> Searc
         n_devices=mesh.size,
         memory=limit,
         chip=chip_of_kind(device.device_kind),
-        rows=task.rows or UNKNOWN,
+        rows=task.row_use_of(*engine.trees, batch.micro_batch),
         has_state=task.has_state,
         is_running=True,
     )

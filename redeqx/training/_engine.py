@@ -236,24 +236,23 @@ class Engine:
 
     def _find_row_use(self, size: BatchSize, inference: bool, is_counted: bool, batch: PyTree) -> RowUse:
         """Finds what the loss does with the rows of a batch, given as shapes; warns of micro-batches that do not divide. Of
-        later shapes it tells what differs from the first ones."""
-        if (rows := self.task.rows) is None:
-            rows = self.task.row_use_of(*self.trees, batch)
-            warn_of_means(rows)
-            self.task = replace(self.task, rows=rows)
-            before, use = None, rows
+        later shapes it tells what no earlier ones had."""
+        before = [*self._uses[inference].values()]
+        if (first := self.task.rows) is None:
+            use = self.task.row_use_of(*self.trees, batch)
+            warn_of_means(use)
+            self.task = replace(self.task, rows=use)
         elif not inference:
-            before, use = rows, self.task.row_use_of(*self.trees, batch)
-            if use.text != before.text:
+            use = self.task.row_use_of(*self.trees, batch)
+            if use.text not in (each.text for each in (first, *before)):
                 self.deployer.console.info(f"rows: {use.text}, for batches with {shapes_text(batch)}")
         if inference:
-            before, use = self.task.eval_rows, self.task.row_use_of(*self.trees, batch, inference=True)
-            self.task = replace(self.task, eval_rows=before or use)
+            use = self.task.row_use_of(*self.trees, batch, inference=True)
+            self.task = replace(self.task, eval_rows=self.task.eval_rows or use)
             text = eval_text(use, is_counted)
-            if text and (before is None or text != eval_text(before, is_counted)):
+            if text and text not in (eval_text(each, is_counted) for each in before):
                 self.deployer.console.info(text)
-        is_new = not self._uses[inference] or before is None or use.text != before.text
-        if is_new and n_rows(batch) == size.examples:
+        if n_rows(batch) == size.examples and use.text not in (each.text for each in before):
             warn_of_uncut_rows(use, size, self.deployer.mesh)
         return use
 

@@ -658,6 +658,31 @@ def test_parts_of_micro_batches_compute_the_same(loss_fn, n_parts, monkeypatch):
         np.testing.assert_allclose(x, y, atol=1e-6)
 
 
+@pytest.mark.parametrize("place", [0, pytest.param(1, marks=pytest.mark.sweep)])
+def test_parts_of_micro_batches_are_only_those_of_shapes_whose_rows_may_be_cut(place, monkeypatch):
+    """Rows are means in the first step, and compared in the second one. One of the two steps does not fit."""
+    memories = iter([Memory(2**40)] * place + [Memory(1)])
+
+    def search(space, own, measure, *, to_fastest):
+        return [measure(max(space.strategies(), key=lambda each: each.accumulate_grad_batches))]
+
+    def loss_fn(model, batch, key):
+        rows = batch.mean(1)
+        return contrastive(model, rows, key) if batch.shape[1] > 3 else jnp.square(jax.vmap(model)(rows[:, :5])).mean()
+
+    monkeypatch.setattr("redeqx.memory._need.memory_of", lambda mesh: next(memories, Memory(2**40)))
+    monkeypatch.setattr(SearchSpace, "search", search)
+    texts = [np.stack([x] * 3) for x in DATA[:16]] + [np.stack([x] * 4) for x in DATA[16:32]]
+    trainer = make_trainer(loss_fn, compute=redeqx.Compute(memory="auto"))
+    model = trainer.model
+    for batch in (padded(texts[:16]), padded(texts[16:])):
+        grads = eqx.filter_jit(eqx.filter_grad(loss_fn))(model, batch, None)
+        model = eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads))
+    trainer.train(texts, batch_size=16)
+    for x, y in zip(*(jax.tree.leaves(eqx.filter(each, eqx.is_array)) for each in (trainer.model, model)), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6)
+
+
 @pytest.mark.parametrize("n_fsdp_shards", [1, 8])
 def test_the_loss_is_traced_for_two_numbers_of_rows_before_the_step(n_fsdp_shards):
     """Once each for the plan and the verdict, and in the step, which also tells its work without recomputation."""
