@@ -441,6 +441,10 @@ def halved(model, batch, key, goes_on=lambda x: jnp.abs(x).mean() > 0.1):
     return jax.lax.while_loop(goes_on, lambda x: x / 2, batch["x"])
 
 
+def any_in_a_loop(x):
+    return jax.lax.fori_loop(0, 2, lambda i, found: found | (jnp.abs(x) > 0.1 * i).any(), False)
+
+
 @pytest.mark.parametrize(
     ("pred_fn", "said"),
     [
@@ -455,6 +459,7 @@ def halved(model, batch, key, goes_on=lambda x: jnp.abs(x).mean() > 0.1):
         (lambda model, batch, key: jax.random.normal(key, (len(batch["x"]),)) + batch["x"].sum(1), None),
         (halved, "mixed at tests/test_predictor"),
         (partial(halved, goes_on=lambda x: (jnp.abs(x) > 0.1).any()), "mixed at tests/test_predictor"),
+        (partial(halved, goes_on=any_in_a_loop), "mixed at tests/test_predictor"),
     ],
 )
 def test_outputs_that_depend_on_the_batch_size_are_named_once(pred_fn, said, capsys):

@@ -60,9 +60,10 @@ def ends_by_flags(condition: Block, reduced: Collection[Step], rows_in: Callable
     while todo:
         value = todo.pop()
         if rows_in(value):
-            if value.aval.dtype != bool:
+            is_given = any(value is each for each in condition.ins)
+            if value.aval.dtype != bool or (id(value) not in made and not is_given):  # made in a loop or branch, of anything
                 return False
-            todo += made[id(value)].ins if id(value) in made else []
+            todo += [] if is_given else made[id(value)].ins
     return bool(reduced) and {by.name for by in reduced} <= {"reduce_and", "reduce_or"}
 
 
