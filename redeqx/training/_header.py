@@ -16,7 +16,7 @@ from ..machine import mesh_text, n_batch_shards
 from ..monitor import size_text
 from ..optimizers import decaying
 from ..steps import AS_GIVEN, Program, Task, TrainState, effective_specs, shard_bytes
-from ..tracing import REMAT, Trace, equations, or_as_written, shortened
+from ..tracing import REMAT, Trace, equations, or_as_written, shortened, variables
 from ..transforms import StackBlocks, fp8_products, wide_products
 
 
@@ -88,7 +88,9 @@ def _narrow_rows(task: Task, program: Program, trace: Trace) -> dict[str, str]:
     del task, program
     made, x = {id(var): eqn for eqn in trace.closed.jaxpr.eqns for var in eqn.outvars}, trace.closed.jaxpr.outvars[0]
     while (eqn := made.get(id(x))) is not None and eqn.primitive.name in ("convert_element_type", "mul"):
-        x = eqn.invars[0]  # a mean is multiplied by the number of rows
+        if len(operands := variables(eqn.invars)) > 1:  # a mean is multiplied by the number of rows alone
+            break
+        (x,) = operands
         if jnp.issubdtype(x.aval.dtype, jnp.floating) and (form := jnp.finfo(x.aval.dtype)).bits < 32:
             return {"loss": f"rounded to {form.dtype.name}, {form.precision} digits: cast logits to float32 in `loss_fn`"}
     return {}

@@ -177,8 +177,19 @@ def test_the_header_tells_that_a_loss_was_rounded_to_16_bits(compute, capsys):
         errors = batch["x"].astype(model.dtype) @ model - batch["y"].mean(-1).astype(model.dtype)
         return (errors.astype(dtype or errors.dtype) ** 2).mean()
 
-    for dtype, is_told in ((None, True), (jnp.float32, False)):
-        trainer = make_trainer(verbose=True, compute=compute, model=weight, loss_fn=partial(loss_fn, dtype=dtype))
+    def scaled(model, batch, key, by):
+        return by(model) * loss_fn(model, batch, key, jnp.float32 if by is scale_of else None).astype(jnp.float32)
+
+    def scale_of(model):
+        return model[0].astype(jnp.float32)
+
+    for loss, is_told in (
+        (loss_fn, True),
+        (partial(loss_fn, dtype=jnp.float32), False),
+        (partial(scaled, by=lambda model: 0.5), True),
+        (partial(scaled, by=scale_of), False),  # a narrow factor of a wide loss
+    ):
+        trainer = make_trainer(verbose=True, compute=compute, model=weight, loss_fn=loss)
         trainer.train(make_examples(8), 1)
         told = "loss rounded to bfloat16, 2 digits: cast logits to float32 in `loss_fn`"
         assert (told in " ".join(capsys.readouterr().out.split())) == is_told
