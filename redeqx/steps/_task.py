@@ -95,8 +95,8 @@ class Task:
             plan = plan if trace is None else mark_read(plan, trace, row_use, with_kinds=plan.repeats is None)
         if trace is not None and self.grad_fn is None and self.compute.splits_residual_on(mesh):
             plan = replace(plan, positions=(*plan.positions, *describe_residual(trace, plan)))
-        if trace is not None and self.compute.fuse_attention:
-            plan = replace(plan, attention=describe_attention(trace, mesh))
+        if trace is not None:  # the user's own plan may be that of another trainer, which fused attention
+            plan = replace(plan, attention=describe_attention(trace, mesh) if self.compute.fuse_attention else ())
         if self.grad_fn is None and all(plan[name].is_read is False for name in self.structure.names[0]):
             raise ValueError(
                 "`loss_fn`: expected a loss that depends on a trainable leaf, got one that reads none of "

@@ -669,6 +669,12 @@ def test_header_and_plan_say_whether_attention_is_split_by_heads(n, way, capsys)
     how = f"1 fused (causal, in blocks of queries split by {way})"
     assert f" attention {how} " in header
     assert f"\nattention: {how}" in trainer.plan.explain()
+    options = {"plan": trainer.plan, "compute": redeqx.Compute(fuse_attention=False)}
+    trainer = redeqx.Trainer(
+        deployer, model=model, optimizer=optax.sgd(0.1), collate_fn=collate_fn, loss_fn=next_token, **options
+    )
+    trainer.compile(TEXTS, batch_size=ROWS)
+    assert "\nattention:" not in trainer.plan.explain()
 
 
 def test_the_plan_says_that_windows_are_not_padded():
