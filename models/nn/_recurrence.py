@@ -26,7 +26,7 @@ from redeqx._rounding import at_least_float32
 from ._activations import ACTIVATIONS
 from ._cache import Cache
 from ._conv import convolve, last_rows, runs_of
-from ._layers import linear, times
+from ._layers import linear
 
 _HEADS = "groups each"
 _READ = ("query", "key", "value")
@@ -89,8 +89,7 @@ class Recurrence(eqx.Module):
         x = x if mask is None else jnp.where(mask[:, None], x, 0)
         runs = runs_of(segments)
         taps = {name: getattr(self, f"{name}_taps") for name in _READ}
-        factors = dict(zip(_READ, self.factors, strict=False))
-        rows = [times(linear(getattr(self, name), x), factors[name]) for name in _READ if taps[name] is not None]
+        rows = [self._projected(name, x) for name in _READ if taps[name] is not None]
         kept = self.value_taps.shape[-1] - 1  # earlier rows that a convolution reads
         if cache is None:
             rows = [jnp.pad(row, ((kept, 0), (0, 0))) for row in rows]
@@ -113,8 +112,7 @@ class Recurrence(eqx.Module):
             memory = rearrange(memory, f"tokens {_HEADS} size value -> tokens ({_HEADS}) size value")
             cache = eqx.tree_at(lambda c: c.states, cache, cache.states.write(last, memory, cache.index))
         mixed = mixed if added is None else mixed + added
-        gate = times(linear(self.gate, x), self.factors[3])
-        gate = rearrange(gate, "seq (heads value) -> seq heads value", heads=self.n_heads)
+        gate = rearrange(self._projected("gate", x), "seq (heads value) -> seq heads value", heads=self.n_heads)
         mixed = self._gated(rearrange(mixed, f"seq {_HEADS} value -> seq ({_HEADS}) value"), gate.astype(mixed.dtype))
         return linear(self.output, rearrange(mixed.astype(x.dtype), "seq heads value -> seq (heads value)")), cache
 
@@ -136,6 +134,12 @@ class Recurrence(eqx.Module):
         self, mixed: Float[Array, "seq heads value"], gate: Float[Array, "seq heads value"]
     ) -> Float[Array, "seq heads value"]:
         """Returns what the heads return, normalized and multiplied with the SiLU of `gate`."""
+
+    def _projected(self, name: str, x: Float[Array, "seq d"]) -> Float[Array, "seq _"]:
+        """Returns a projection times its factor. transformers has these factors in a buffer, of the dtype of the model, to
+        which JAX rounds a number here, too."""
+        found, factor = linear(getattr(self, name), x), self.factors[(*_READ, "gate", "decay").index(name)]
+        return found if factor == 1 else found * factor
 
     def _convolved(self, rows: list[Float[Array, "kept_and_seq _"]], runs: Int[Array, " seq"] | None) -> tuple[Array, ...]:
         """Returns queries, keys and values by head after the convolutions, whose inputs are `rows`, with those of earlier
@@ -160,8 +164,7 @@ class Recurrence(eqx.Module):
 
     def steps(self, x: Float[Array, "seq d"]) -> Float[Array, "seq groups each"]:
         """How long a token lets the matrices decay."""
-        steps = times(linear(self.decay, x), self.factors[4])
-        return self.by_group(jax.nn.softplus(_wide(steps) + _wide(self.decay_bias)))
+        return self.by_group(jax.nn.softplus(_wide(self._projected("decay", x)) + _wide(self.decay_bias)))
 
     def rates(self) -> Float[Array, "groups each"]:
         """The logarithms of the decay in a step of length 1."""

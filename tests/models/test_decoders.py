@@ -1,6 +1,7 @@
 """The families of the one decoder: stored outputs of a tiny folder of each, presets, configs, errors."""
 
 import json
+from dataclasses import replace
 
 import equinox as eqx
 import jax
@@ -562,6 +563,25 @@ def test_published_files_of_exaone_have_keys_of_their_own():
     config = Exaone.config_class.from_hf(ConfigReader(keys))
     assert (config.n_layers, config.norm_eps, config.activation) == (30, 1e-4, "relu")
     assert {"ExaoneForCausalLM", "LlamaForCausalLM"} < {*Exaone.architectures_of("exaone")}
+
+
+def test_falcon_h1_rounds_the_factors_of_its_mixer(tmp_path):
+    """To bfloat16, before the product. transformers has these in a buffer, and its other factors as Python's numbers."""
+    golden = json.loads((GOLDEN / "falcon-h1.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(golden["config"]))
+    fill(tmp_path / "model.safetensors", golden["tensors"])
+    factors = from_pretrained(tmp_path)[1].factors
+    states = tuple(float(jnp.bfloat16(factor)) for factor in factors.states)
+    rounded, gate = replace(factors, states=states), replace(factors, gate=float(jnp.bfloat16(factors.gate)))
+    assert rounded != factors != gate
+
+    def logits(dtype, factors):
+        return np.asarray(from_pretrained(tmp_path, dtype=dtype, factors=factors)[0](jnp.arange(9)), np.float32)
+
+    found = logits(jnp.bfloat16, factors)
+    np.testing.assert_array_equal(found, logits(jnp.bfloat16, rounded))
+    assert (found != logits(jnp.bfloat16, gate)).any()
+    assert (logits(jnp.float32, factors) != logits(jnp.float32, rounded)).any()
 
 
 # --- experts ----------------------------------------------------------------------------------------------------------
