@@ -7,7 +7,7 @@ reads a single key.
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
@@ -237,8 +237,10 @@ class FolderConfig:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.sizes = vars(cls).get("sizes", {})
-        types = {known.name: known.type for known in fields(cls) if known.name in vars(cls)}  # inherited, and assigned here
-        cls.__annotations__ = {**types, **inspect.get_annotations(cls)}  # `dataclass` reads no others
+        bases = [base for base in reversed(cls.__bases__) if is_dataclass(base)]
+        types = {known.name: known.type for base in bases for known in fields(base) if known.name in vars(cls)}
+        if types:  # of fields that are inherited, and assigned here: `dataclass` reads the annotated ones alone
+            cls.__annotations__ = {**types, **inspect.get_annotations(cls)}
 
     @classmethod
     def from_hf(cls: type[Self], reader: ConfigReader) -> Self:

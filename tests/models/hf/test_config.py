@@ -61,6 +61,18 @@ def test_a_plain_assignment_changes_the_default_of_an_inherited_field():
     assert LlamaConfig().n_layers == 32 and "7b" not in Small.sizes
 
 
+def test_a_plain_assignment_changes_the_default_of_a_field_of_any_base():
+    @dataclass(frozen=True)
+    class Named:
+        name: str = "none"
+
+    @dataclass(frozen=True)
+    class Small(LlamaConfig, Named):
+        n_layers, name = 2, "small"
+
+    assert (Small().n_layers, Small().name) == (2, "small")
+
+
 def test_published_sizes_are_not_inherited():
     @dataclass(frozen=True)
     class Other(LlamaConfig):
