@@ -28,7 +28,12 @@ def states_in(opt_tree: PyTree, kinds: Any) -> list[Any]:
 def kinds_of_states(opt_tree: PyTree) -> str:
     """Names the states in an optimizer state, from the outermost ones on: "ScaleByAdamState, EmptyState"."""
     found: list[str] = []
-    jax.tree.leaves(opt_tree, is_leaf=lambda node: found.append(type(node).__name__) if hasattr(node, "_fields") else None)
+
+    def is_leaf(node: Any) -> bool:  # called with each node, the outer ones first
+        found.extend([type(node).__name__] if hasattr(node, "_fields") else [])
+        return False
+
+    jax.tree.leaves(opt_tree, is_leaf=is_leaf)
     return ", ".join(found)
 
 
