@@ -127,9 +127,8 @@ class FalconH1Config(BambaConfig):
             "34b": {"vocab_size": 261120, "d_model": 5120, "d_mlp": 21504, "n_layers": 72, "n_heads": 20, "n_kv_heads": 4,
                     "state_heads": 32, "state_groups": 2, "logit_divisor": 128.0, "factors": _PUBLISHED["34b"]},
         },
-        {"n_positions": 262144, "n_kv_heads": 2, "head_size": 128, "state_heads": 24, "state_value_size": 128,
-         "norms_states": True, "norms_first": False, "rope_theta": 1e11, "embedding_scale": 5.656854249492381,
-         "eos_token_id": 11},
+        n_positions=262144, n_kv_heads=2, head_size=128, state_heads=24, state_value_size=128, norms_states=True,
+        norms_first=False, rope_theta=1e11, embedding_scale=5.656854249492381, eos_token_id=11,
     )  # fmt: skip
 
 

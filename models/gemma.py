@@ -159,7 +159,7 @@ class Gemma3Config(Gemma2Config):
             "embedding-300m": {"d_model": 768, "d_mlp": 1152, "n_layers": 24, "n_heads": 3, "n_positions": 2048,
                                "is_causal": False},
         },
-        {"vocab_size": 262144, "n_positions": 32768, "n_heads": 4, "n_kv_heads": 1, "window": 512},
+        vocab_size=262144, n_positions=32768, n_heads=4, n_kv_heads=1, window=512,
     )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ class Glm4MoeConfig(DecoderConfig):
             "4.5": {"d_model": 5120, "d_mlp": 12288, "n_layers": 92, "n_experts": 160, "d_expert": 1536, "d_shared": 1536,
                     "n_dense": 3, "head_norm": "head", "router_scale": 2.5},
         },
-        {"attention_bias": True, "rope_theta": 1e6, "eos_token_id": (151329, 151336, 151338), "pad_token_id": 151329},
+        attention_bias=True, rope_theta=1e6, eos_token_id=(151329, 151336, 151338), pad_token_id=151329,
     )  # fmt: skip
 
 

@@ -41,8 +41,8 @@ class GPTBigCodeConfig(GPT2Config):
             "7b": {"d_model": 4096, "n_layers": 42, "n_heads": 32},
             "15b": {"d_model": 6144, "n_layers": 40, "n_heads": 48},
         },
-        {"vocab_size": 49152, "n_positions": 8192, "bos_token_id": 0, "eos_token_id": 0},
-    )
+        vocab_size=49152, n_positions=8192, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
 
 
 class GPTBigCode(Decoder, config=GPTBigCodeConfig, init=False):

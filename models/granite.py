@@ -40,8 +40,8 @@ class GraniteConfig(DecoderConfig):
             "3.1-2b": {"d_model": 2048, "d_mlp": 8192, "rope_theta": 5e6, "attention_scale": 1 / 64, "logit_divisor": 8.0},
             "3.1-8b": {"d_mlp": 12800, "attention_scale": 1 / 128, "logit_divisor": 16.0},
         },
-        {"n_positions": 131072, "n_layers": 40, "n_heads": 32, "rope_theta": 10000000.0, "norm_eps": 1e-5, **_PUBLISHED},
-    )
+        n_positions=131072, n_layers=40, n_heads=32, rope_theta=10000000.0, norm_eps=1e-5, **_PUBLISHED,
+    )  # fmt: skip
 
 
 class Granite(Decoder, config=GraniteConfig, init=False):
@@ -72,8 +72,8 @@ class GraniteMoeConfig(GraniteConfig):
     )
     sizes = published(
         {"3.0-1b-a400m": {"d_model": 1024, "n_layers": 24, "n_heads": 16, "n_experts": 32, "logit_divisor": 6.0}},
-        {"n_positions": 4096, "d_mlp": 512, "n_chosen": 8, "attention_scale": 1 / 64, **_PUBLISHED},
-    )
+        n_positions=4096, d_mlp=512, n_chosen=8, attention_scale=1 / 64, **_PUBLISHED,
+    )  # fmt: skip
 
 
 class GraniteMoe(Decoder, config=GraniteMoeConfig, init=False):

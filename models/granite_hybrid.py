@@ -83,9 +83,9 @@ class GraniteMoeHybridConfig(GraniteConfig):
             "h-small": {**_states(128), **_mlp(1536), "d_expert": 768, "n_experts": 72, "n_chosen": 10, "n_heads": 32,
                         "n_kv_heads": 8, "attention_scale": 1 / 128, "logit_divisor": 16.0},
         },
-        {"vocab_size": 100352, "n_positions": 131072, "n_layers": 40, "n_heads": 16, "n_kv_heads": 4, "n_experts": 0,
-         "n_chosen": 0, "unrotated_layers": (), "rope_theta": 1e7, "norm_eps": 1e-5, "embedding_scale": 12.0,
-         "residual_scale": 0.22, "is_tied": True, "bos_token_id": 100257, "eos_token_id": 100257, "pad_token_id": 100256},
+        vocab_size=100352, n_positions=131072, n_layers=40, n_heads=16, n_kv_heads=4, n_experts=0, n_chosen=0,
+        unrotated_layers=(), rope_theta=1e7, norm_eps=1e-5, embedding_scale=12.0, residual_scale=0.22, is_tied=True,
+        bos_token_id=100257, eos_token_id=100257, pad_token_id=100256,
     )  # fmt: skip
 
     def disk_names(self) -> Names:

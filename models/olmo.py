@@ -45,8 +45,7 @@ class Olmo2Config(OlmoConfig):
             "13b": {"d_model": 5120, "d_mlp": 13824, "n_layers": 40, "n_heads": 40},
             "32b": {"d_model": 5120, "d_mlp": 27648, "n_layers": 64, "n_heads": 40, "n_kv_heads": 8},
         },
-        {"vocab_size": 100352, "n_positions": 4096, "rope_theta": 500000.0, "norm_eps": 1e-6, "eos_token_id": 100257,
-         "pad_token_id": 100277},
+        vocab_size=100352, n_positions=4096, rope_theta=500000.0, norm_eps=1e-6, eos_token_id=100257, pad_token_id=100277,
     )  # fmt: skip
 
 

@@ -57,8 +57,8 @@ class PhimoeConfig(MixtralConfig):
     names = MixtralConfig.names
     sizes = published(  # 3.5 without LongRoPE, which its folder has for texts of more than 4,096 tokens
         {"3.5": {}, "tiny": {"d_mlp": 448, "n_heads": 16, "n_kv_heads": 4, "head_size": 128, "window": 2047}},
-        {"n_positions": 4096, "rope_theta": 10000.0, "attention_bias": True, "head_bias": True, "eos_token_id": 32000},
-    )
+        n_positions=4096, rope_theta=10000.0, attention_bias=True, head_bias=True, eos_token_id=32000,
+    )  # fmt: skip
 
 
 class Phimoe(Decoder, config=PhimoeConfig, init=False):

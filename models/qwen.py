@@ -57,7 +57,7 @@ class Qwen2Config(DecoderConfig):
             "72b": {"vocab_size": 152064, "d_model": 8192, "d_mlp": 29568, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8,
                     "norm_eps": 1e-5},
         },
-        {"n_positions": 131072, "rope_theta": 1e6, "bos_token_id": 151643, "eos_token_id": 151643},
+        n_positions=131072, rope_theta=1e6, bos_token_id=151643, eos_token_id=151643,
     )  # fmt: skip
 
 
@@ -84,8 +84,8 @@ class Qwen3Config(Qwen2Config):
             "14b": {"d_model": 5120, "d_mlp": 17408, "n_layers": 40, "n_heads": 40},
             "32b": {"d_model": 5120, "d_mlp": 25600, "n_layers": 64, "n_heads": 64},
         },
-        {"n_positions": 40960, "n_kv_heads": 8, "rope_theta": 1e6, "bos_token_id": 151643, "eos_token_id": 151645},
-    )
+        n_positions=40960, n_kv_heads=8, rope_theta=1e6, bos_token_id=151643, eos_token_id=151645,
+    )  # fmt: skip
 
 
 class Qwen3(Decoder, config=Qwen3Config, init=False):

@@ -63,8 +63,7 @@ class Qwen3MoeConfig(Qwen3Config):
             "30b-a3b": {"n_layers": 48},
             "235b-a22b": {"d_model": 4096, "d_mlp": 12288, "d_expert": 1536, "n_layers": 94, "n_heads": 64},
         },
-        {"n_positions": 40960, "head_size": 128, "rope_theta": 1e6, "renormalize": True, "bos_token_id": 151643,
-         "eos_token_id": 151645},
+        n_positions=40960, head_size=128, rope_theta=1e6, renormalize=True, bos_token_id=151643, eos_token_id=151645,
     )  # fmt: skip
 
 

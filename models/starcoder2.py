@@ -39,7 +39,7 @@ class Starcoder2Config(GPTConfig):
             "15b": {"d_model": 6144, "d_mlp": 24576, "n_layers": 40, "n_heads": 48, "n_kv_heads": 4, "rope_theta": 1e5,
                     "is_tied": False},
         },
-        {"n_positions": 16384, "window": 4096, "bos_token_id": 0, "eos_token_id": 0},
+        n_positions=16384, window=4096, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
 
 

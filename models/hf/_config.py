@@ -300,11 +300,8 @@ DROPOUT: tuple[Row, ...] = (
 )
 
 
-def published(
-    sizes: Mapping[str, Mapping[str, Any]], shared: Mapping[str, Any] = MappingProxyType({}), **common: Any
-) -> Mapping[str, Mapping[str, Any]]:
-    """Returns the fields of published models by size, with fields that all of them have, by name or as a mapping."""
-    common = {**shared, **common}
+def published(sizes: Mapping[str, Mapping[str, Any]], **common: Any) -> Mapping[str, Mapping[str, Any]]:
+    """Returns the fields of published models by size, with those that all of them have in `common`."""
     return MappingProxyType({size: MappingProxyType({**common, **fields}) for size, fields in sizes.items()})
 
 
