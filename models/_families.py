@@ -43,10 +43,10 @@ def _models(*names: str) -> tuple[type[Pretrained], ...]:
 # If a folder names no class, the first class for its model type is used.
 MODELS: tuple[type[Pretrained], ...] = (
     *sorted(FAMILIES.values(), key=lambda cls: cls.__module__),
-    *(SequenceClassifier, TokenClassifier, T5, T5Encoder, Bart, Whisper, Llava, CLIP, CLIPText, CLIPTextWithProjection),
-    *(CLIPVision, Siglip, SiglipText, SiglipVision, *_models("dinov2"), MMDiT, UNet, VAE, *_models("vit")),
-    *(VisionEncoderDecoder, *_models("bert", "roberta", "distilbert", "deberta", "modernbert")),
-)
+    SequenceClassifier, TokenClassifier, T5, T5Encoder, Bart, Whisper, Llava, CLIP, CLIPText, CLIPTextWithProjection,
+    CLIPVision, Siglip, SiglipText, SiglipVision, *_models("dinov2"), MMDiT, UNet, VAE, *_models("vit"),
+    VisionEncoderDecoder, *_models("bert", "roberta", "distilbert", "deberta", "modernbert"),
+)  # fmt: skip
 
 
 @filter_traceback

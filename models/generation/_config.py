@@ -47,15 +47,13 @@ _ALWAYS: dict[str, tuple[Any, ...]] = {
 }
 # Caches, compilation, additional outputs and verified drafts: these keys do not change the tokens.
 _IRRELEVANT = frozenset(
-    (
-        *("use_cache", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size", "compile_config"),
-        *("disable_compile", "continuous_batching_config", "output_attentions", "output_hidden_states", "output_logits"),
-        *("output_scores", "return_dict_in_generate", "is_assistant", "num_assistant_tokens", "use_mtp"),
-        *("num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind"),
-        *("target_lookbehind", "speculation_type", "prompt_lookup_num_tokens", "max_matching_ngram_size"),
-        *("transformers_version", "_from_model_config", "_commit_hash", "_original_object_hash"),
-    )
-)
+    ("use_cache", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size", "compile_config", "disable_compile",
+     "continuous_batching_config", "output_attentions", "output_hidden_states", "output_logits", "output_scores",
+     "return_dict_in_generate", "is_assistant", "num_assistant_tokens", "use_mtp", "num_assistant_tokens_schedule",
+     "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind", "target_lookbehind",
+     "speculation_type", "prompt_lookup_num_tokens", "max_matching_ngram_size", "transformers_version",
+     "_from_model_config", "_commit_hash", "_original_object_hash")
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from ..generation import GENERATION, Generation
 CONFIG = "config.json"
 # Files of tokenizers and of image or feature processors. They are saved with the model, which is incomplete without them.
 _COMPANIONS = (
-    *("tokenizer*.json", "tokenizer.model*", "special_tokens_map.json", "added_tokens.json", "normalizer.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "*.spm", "spiece.model", "sentencepiece*.model"),
-    *("chat_template*.json", "*.jinja", "additional_chat_templates/*.jinja", "*processor_config.json"),
-)
+    "tokenizer*.json", "tokenizer.model*", "special_tokens_map.json", "added_tokens.json", "normalizer.json",
+    "vocab.json", "vocab.txt", "merges.txt", "*.spm", "spiece.model", "sentencepiece*.model",
+    "chat_template*.json", "*.jinja", "additional_chat_templates/*.jinja", "*processor_config.json",
+)  # fmt: skip
 _MAX_COMPANION = 10**8  # bytes; the largest tokenizers have a third of it
 
 

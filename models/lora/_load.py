@@ -31,8 +31,15 @@ _MAGNITUDE = re.compile(rf"{re.escape(PREFIX)}(?P<module>.+)\.lora_magnitude_vec
 _BASE = re.compile(rf"{re.escape(PREFIX)}(?P<module>.+)\.base_layer\.(?P<which>weight|bias)")
 # Keys that change what an adapter computes, or the base's weights. Any value but null, false or an empty one is refused.
 _REFUSED = (
-    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "lora_bias", "monteclora_config"),
-    *("trainable_token_indices", "use_bdlora", "use_qalora"),
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "lora_bias",
+    "monteclora_config",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_qalora",
 )
 # Patterns of names in `rank_pattern` and `alpha_pattern`, which PEFT runs as regular expressions. Those of a foreign folder
 # with nested or many repeats could run for ever.

@@ -16,8 +16,18 @@ from redeqx.errors import check_choice, wrong
 
 # The keys of `generation_config.json` that this file reads, or that only timing of words and longer recordings need.
 KEYS = (
-    *("forced_decoder_ids", "lang_to_id", "task_to_id", "language", "task", "no_timestamps_token_id", "return_timestamps"),
-    *("max_initial_timestamp_index", "is_multilingual", "alignment_heads", "prev_sot_token_id", "prompt_condition_type"),
+    "forced_decoder_ids",
+    "lang_to_id",
+    "task_to_id",
+    "language",
+    "task",
+    "no_timestamps_token_id",
+    "return_timestamps",
+    "max_initial_timestamp_index",
+    "is_multilingual",
+    "alignment_heads",
+    "prev_sot_token_id",
+    "prompt_condition_type",
 )
 
 
