@@ -11,7 +11,7 @@ from redeqx.errors import wrong
 
 from ._kinds import COUNT
 from .decoder import Decoder, DecoderConfig, Names, ScanWidth, StepRank, expert_names, mamba1_names, rows
-from .hf import Aliases, ConfigReader, Field, Only, Row, published
+from .hf import Aliases, ConfigReader, Field, Fields, Only, Row, published
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,14 @@ class JambaConfig(DecoderConfig):
     model_type = "jamba"
     unrotated_period, scan_norm = 1, "rms"
     rows = rows(
-        *(_MIXERS, _EXPERTS),
+        _MIXERS,
+        _EXPERTS,
         _Experts("num_experts", "n_experts", load=lambda n, known: n * (n > 1), save=lambda config: config.n_experts or 1),
         Field("num_experts_per_tok", "n_chosen", COUNT, load=lambda n, known: n if known["n_experts"] else 0),
-        *(Field("mamba_d_state", "state_size"), Field("mamba_d_conv", "conv_kernel"), Field("mamba_conv_bias", "conv_bias")),
-        *(ScanWidth("mamba_expand"), StepRank("mamba_dt_rank"), Only("mamba_proj_bias", False)),
+        *Fields(state_size="mamba_d_state", conv_kernel="mamba_d_conv", conv_bias="mamba_conv_bias"),
+        ScanWidth("mamba_expand"),
+        StepRank("mamba_dt_rank"),
+        Only("mamba_proj_bias", False),
         without=("rope_theta",),
     )
     aliases = Aliases(num_local_experts="num_experts")

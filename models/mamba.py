@@ -12,8 +12,12 @@ from .hf import Field, Only, Row, published
 def alone(*own: Row) -> tuple[Row, ...]:
     """Returns these rows and those of all models whose layers have only a state space."""
     return rows(
-        *(Field("layer_norm_epsilon", "norm_eps"), Field("conv_kernel"), Field("use_conv_bias", "conv_bias")),
-        *(Field("state_size"), *own, Only("use_bias", False)),
+        Field("layer_norm_epsilon", "norm_eps"),
+        Field("conv_kernel"),
+        Field("use_conv_bias", "conv_bias"),
+        Field("state_size"),
+        *own,
+        Only("use_bias", False),
         Only("rescale_prenorm_residual", False),  # transformers 5.24 also divides the weights that it reads
         without=("n_positions", "d_mlp", "n_heads", "n_kv_heads", "head_size", "rope_theta", "attention_dropout"),
     )

@@ -60,12 +60,7 @@ class MiniCPM3Config(DecoderConfig):
     rounds_embedding_scale = True
     rows = rows(
         *(row for row in LATENT if "value_size" not in row.keys),
-        Field(
-            "v_head_dim",
-            "value_size",
-            SIZE,
-            default=lambda known: known["d_model"] // known["n_heads"],
-        ),
+        Field("v_head_dim", "value_size", SIZE, default=lambda known: known["d_model"] // known["n_heads"]),
         *Fields("attention_bias", "mlp_bias"),
         Field("scale_emb", "embedding_scale", POSITIVE),
         _Factors(),

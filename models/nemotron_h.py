@@ -13,7 +13,7 @@ from redeqx.errors import wrong
 
 from ._kinds import TEXT
 from .decoder import GROUPED, OLDER, Decoder, DecoderConfig, DrawnSteps, Names, StepLimits, expert_names, mamba_names, rows
-from .hf import ConfigReader, Field, Fields, Only, Row, published
+from .hf import Aliases, ConfigReader, Field, Fields, Fixed, Row, published
 
 _LETTERS = {"M": "mixer", "E": "experts", "*": "attention", "-": "mlp"}  # of `hybrid_override_pattern`
 _KINDS = {"linear_attention": "mixer", "moe": "experts", "full_attention": "attention", "mlp": "mlp"}
@@ -69,20 +69,19 @@ class NemotronHConfig(DecoderConfig):
     rows = rows(
         _Parts(),
         *(row for row in GROUPED if "d_shared" not in row.keys),
-        Field("moe_shared_expert_intermediate_size", "d_shared"),
-        *(Field("layer_norm_epsilon", "norm_eps"), Field("mlp_hidden_act", "activation", TEXT)),
-        *Fields("attention_bias", "mlp_bias", "conv_kernel"),
-        *(Field("use_conv_bias", "conv_bias"), Field("n_groups", "state_groups"), Field("ssm_state_size", "state_size")),
-        *(Field("mamba_num_heads", "state_heads"), Field("mamba_head_dim", "state_value_size")),
-        *(StepLimits("time_step_min"), DrawnSteps()),
-        *(Only("mamba_hidden_act", "silu"), Only("use_bias", False), Only("mamba_proj_bias", False)),
-        *(Only("moe_latent_size", None), Only("sliding_window", None)),
+        *Fields(d_shared="moe_shared_expert_intermediate_size", norm_eps="layer_norm_epsilon"),
+        Field("mlp_hidden_act", "activation", TEXT),
+        *Fields("attention_bias", "mlp_bias", "conv_kernel", conv_bias="use_conv_bias", state_groups="n_groups"),
+        *Fields(state_size="ssm_state_size", state_heads="mamba_num_heads", state_value_size="mamba_head_dim"),
+        StepLimits("time_step_min"),
+        DrawnSteps(),
+        *Fixed(mamba_hidden_act="silu", use_bias=False, mamba_proj_bias=False, moe_latent_size=None, sliding_window=None),
         without=("rope_theta",),
     )
-    aliases = MappingProxyType(
-        {"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts", "mamba_dt_min": "time_step_min",
-         "mamba_dt_max": "time_step_max", "mamba_dt_init_floor": "time_step_floor", "mamba_n_groups": "n_groups",
-         "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias"}
+    aliases = Aliases(
+        layer_types="layers_block_type", num_local_experts="n_routed_experts", mamba_dt_min="time_step_min",
+        mamba_dt_max="time_step_max", mamba_dt_init_floor="time_step_floor", mamba_n_groups="n_groups",
+        mamba_d_conv="conv_kernel", mamba_conv_bias="use_conv_bias",
     )  # fmt: skip
     names = Names(
         {

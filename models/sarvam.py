@@ -4,13 +4,13 @@ Source: the models' cards, huggingface.co/sarvamai.
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from .decoder import Choice, Decoder, Names, expert_names
 from .deepseek_v3 import DeepseekV3Config
 from .glm_moe import Glm4MoeConfig
+from .hf import Aliases
 
-_OTHER = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}  # names in older files
+_OTHER = Aliases(num_experts="n_routed_experts", num_shared_experts="n_shared_experts")  # names in older files
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class SarvamMoEConfig(Glm4MoeConfig):
         Choice("use_qk_norm", {"head_norm": (None, "head")}, default=True) if "head_norm" in row.keys else row
         for row in Glm4MoeConfig.rows
     )
-    aliases = MappingProxyType({**Glm4MoeConfig.aliases, **_OTHER, "use_qkv_bias": "attention_bias"})
+    aliases = Aliases(**Glm4MoeConfig.aliases, **_OTHER, use_qkv_bias="attention_bias")
     names = Names(
         {
             **{name: held for name, held in expert_names().items() if held != "mlp.correction"},
@@ -69,7 +69,7 @@ class SarvamMLAConfig(DeepseekV3Config):
 
     model_type = "sarvam_mla"
     architecture = "DeepseekV3ForCausalLM"
-    aliases = MappingProxyType({**DeepseekV3Config.aliases, **_OTHER})
+    aliases = Aliases(**DeepseekV3Config.aliases, **_OTHER)
 
 
 class SarvamMLA(Decoder, config=SarvamMLAConfig, init=False):
