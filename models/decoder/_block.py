@@ -218,7 +218,7 @@ class Block(eqx.Module):
             cos, sin, growth = _select(angles, of_angles, layer)
             options["rotary"] = functools.partial(apply_rotary, cos=cos, sin=sin, is_interleaved=self.is_interleaved)
             options |= {} if growth is None else {"factors": growth}
-        before, after = (_unchanged, apply) if self.sums_norms else (apply, _unchanged)
+        before, after = (_unchanged, norm) if self.sums_norms else (norm, _unchanged)
         keys = (None,) * 3 if key is None else jax.random.split(key, 3)
         factors = self.factors
         with jax.named_scope("attention"):
@@ -234,7 +234,7 @@ class Block(eqx.Module):
                 kept = times(kept, factors.mixer_output)
                 mixed = kept if mixed is None else mixed + kept
             if mixed is not None:
-                mixed = self._scaled(apply(self.attention_post_norm, mixed), keys[1])
+                mixed = self._scaled(norm(self.attention_post_norm, mixed), keys[1])
                 x = x if self.is_parallel else after(self.attention_norm, x + mixed)
         x, routed = self._attend_memory(x, cache, *memory, key=key), None
         if self.mlp is not None:
@@ -242,7 +242,7 @@ class Block(eqx.Module):
                 shares_norm = self.attention_norm is not None and self.mlp_norm is None
                 computed, routed = self._compute(normed if shares_norm else before(self.mlp_norm, x), x, counts)
                 computed = times(computed, factors.mlp_output)
-                computed = self._scaled(apply(self.mlp_post_norm, computed), keys[2])
+                computed = self._scaled(norm(self.mlp_post_norm, computed), keys[2])
                 added = x + computed if mixed is None or not self.is_parallel else x + (mixed + computed)
                 x = added if self.is_parallel else after(self.mlp_norm, added)
         if self.layer_input is not None:
@@ -264,7 +264,7 @@ class Block(eqx.Module):
         keys = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, 1))
         with jax.named_scope("cross_attention"):
             pairs = self.project_memory(values) if cache is None else cache.read_memory()
-            mixed = self.cross_attention.attend_memory(apply(self.cross_norm, x), pairs, mask=mask, key=keys[0])
+            mixed = self.cross_attention.attend_memory(norm(self.cross_norm, x), pairs, mask=mask, key=keys[0])
             return x + self.dropout(mixed, key=keys[1])
 
     def project_memory(self, memory: Float[Array, "memory d"] | None) -> tuple[Array, Array]:
@@ -310,11 +310,6 @@ def _experts(config: DecoderConfig, key: PRNGKeyArray) -> MixtureOfExperts:
         init_std=config.init_std,
         key=key,
     )
-
-
-def apply(layer: Norm | None, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
-    """Returns the normalized rows; `x` itself without a layer."""
-    return norm(layer, x)
 
 
 def _unchanged(layer: Norm | None, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:

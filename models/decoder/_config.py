@@ -360,7 +360,7 @@ class DecoderConfig(FolderConfig):
         return tuple(not self.n_experts or i < self.n_dense or i not in has for i in range(self.n_layers))
 
     @property
-    def n_first(self) -> int:
+    def n_first_stack(self) -> int:
         """The number of layers without experts that are a stack of their own; 0 if all are without."""
         return self.n_dense if self.n_dense < self.n_layers else 0
 

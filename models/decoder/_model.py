@@ -35,6 +35,7 @@ from ..nn import (
     learned_positions,
     linear,
     near_mask,
+    norm,
     normal_embedding,
     normal_linear,
     rotation,
@@ -43,7 +44,7 @@ from ..nn import (
     times,
     token_positions,
 )
-from ._block import Angles, Block, apply
+from ._block import Angles, Block
 from ._blocks import Blocks, LayerInputs
 from ._config import DecoderConfig
 from ._layers import different, layers_of
@@ -108,7 +109,7 @@ class Decoder(Pretrained):
         self.embedding_norm = make_norm(config, d) if config.has_embedding_norm else None
         self.dropout = eqx.nn.Dropout(config.embedding_dropout)
         self.layer_inputs = LayerInputs(config, key=jax.random.fold_in(key, 4)) if config.d_layer_input else None
-        n_first, first_key = config.n_first, jax.random.fold_in(stack_key, 1)
+        n_first, first_key = config.n_first_stack, jax.random.fold_in(stack_key, 1)
         if config.by_kind:
             self.first, self.stack = self._stacks_of_kinds(config, stack_key, first_key)
         else:
@@ -284,7 +285,7 @@ class Decoder(Pretrained):
             scale = config.d_model**0.5 if config.embedding_scale is None else config.embedding_scale
             x = times(x, float(np.asarray(scale, x.dtype)) if config.rounds_embedding_scale else scale)
             x = x if self.project_in is None else linear(self.project_in, x)
-            x = apply(self.embedding_norm, x)
+            x = norm(self.embedding_norm, x)
             offset = config.position_offset
             if config.has_sinusoids:
                 rows = offset + token_positions(mask, seq, cache, segments=segments)
@@ -325,7 +326,7 @@ class Decoder(Pretrained):
                 first_key, stack_key = (None, None) if stack_key is None else jax.random.split(stack_key)
                 carry = self.first(carry, *same, key=first_key)
             x, cache, _, routing = self.stack(carry, *same, key=stack_key)
-        x = apply(self.norm, x)
+        x = norm(self.norm, x)
         return x if self.project_out is None else linear(self.project_out, x), cache, routing
 
     def _run_kinds(self, carry, same, inputs, key) -> tuple[Float[Array, "seq d"], Any, Routing | None]:

@@ -294,7 +294,7 @@ def _stacks(config: Any) -> list[tuple[str, int, int, int]]:
             for stack, first, n, period in groups
             for i in range(period)
         ]
-    n_first = config.n_first
+    n_first = config.n_first_stack
     found = []
     for stack, first, n_layers in (("first", 0, n_first), ("stack", n_first, config.n_layers - n_first)):
         n = len(config.kinds(first, n_layers)) if n_layers else 0
