@@ -6,13 +6,12 @@ Source: the models' cards, huggingface.co/arcee-ai.
 from dataclasses import dataclass
 
 from ._kinds import COUNT
-from .decoder import Choice, Decoder, LayerTypes, Names, SharedExperts, expert_names, rows
-from .exaone import Exaone4Config
+from .decoder import Choice, Decoder, DecoderConfig, LayerTypes, Names, SharedExperts, expert_names, rows
 from .hf import Field, Fields, Only
 
 
 @dataclass(frozen=True)
-class AfmoeConfig(Exaone4Config):
+class AfmoeConfig(DecoderConfig):
     """The sizes of an AFMoE. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size, n_positions = 200192, 16384
@@ -20,13 +19,16 @@ class AfmoeConfig(Exaone4Config):
     head_size = 128
     window = 1024
     gates_attention = True
-    norm_places = "both"
+    head_norm = "head"
+    norm_eps, norm_places = 1e-5, "both"
     n_experts, n_chosen, d_expert, d_shared = 64, 6, 1408, 2816
     n_dense, router_score, has_correction = 1, "sigmoid", True
     bos_token_id = eos_token_id = None
 
     model_type = "afmoe"
     wide_routers = ("correction",)
+    window_period = 4
+    rotates_windows_only = True
     rows = rows(
         LayerTypes("global_attn_every_n_layers"),
         *Fields(n_experts="num_experts", n_chosen="num_experts_per_tok", d_expert="moe_intermediate_size"),
@@ -46,8 +48,6 @@ class AfmoeConfig(Exaone4Config):
             "mlp.expert_bias": "mlp.correction",
         }
     )
-
-    rotated = property(lambda config: tuple(window is not None for window in config.windows))  # those with a window
 
 
 class Afmoe(Decoder, config=AfmoeConfig, init=False):

@@ -28,7 +28,7 @@ class CohereConfig(DecoderConfig):
 
     model_type = "cohere"
     rows = rows(
-        *Fields(norm_eps="layer_norm_eps", attention_bias="attention_bias"),
+        *Fields("attention_bias", norm_eps="layer_norm_eps"),
         _SCALE,
         Only("use_qk_norm", False, None),
         without=("head_size",),
@@ -49,8 +49,9 @@ class Cohere2Config(CohereConfig):
 
     model_type = "cohere2"
     window_period = 4
+    rotates_windows_only = True
     rows = rows(
-        *Fields(norm_eps="layer_norm_eps", attention_bias="attention_bias"),
+        *Fields("attention_bias", norm_eps="layer_norm_eps"),
         _SCALE,
         LayerTypes("sliding_window_pattern"),
         without=("head_size",),
@@ -61,8 +62,6 @@ class Cohere2Config(CohereConfig):
                    "rope_theta": 50000.0, "logit_divisor": 4.0}
         }
     )  # fmt: skip
-
-    rotated = property(lambda config: tuple(window is not None for window in config.windows))  # those with a window
 
 
 class Cohere2(Decoder, config=Cohere2Config, init=False):

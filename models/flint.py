@@ -27,6 +27,7 @@ class FlintConfig(DecoderConfig):
 
     model_type = "flint"
     wide_routers = ("router",)
+    rotates_windows_only = True
     rows = rows(Field("attention_bias"), Field("shared_expert_intermediate_size", "d_shared"), LayerTypes(), *EXPERTS)
     aliases = Aliases(num_local_experts="num_experts")
     names = Names({**expert_names("shared_expert"), "self_attn.softmax_offset": "attention.sinks"})
@@ -35,11 +36,6 @@ class FlintConfig(DecoderConfig):
     def default_layers(cls, n_layers: int) -> tuple[int, ...]:
         """Returns the indices of the layers with the window: not the first two, every fourth of the others, and the last."""
         return tuple(i for i in range(2, n_layers - 1) if i % 4 != 1)
-
-    @property
-    def rotated(self) -> tuple[bool, ...]:
-        """Whether each layer has rotary positions: those with a window."""
-        return tuple(window is not None for window in self.windows)
 
 
 class Flint(Decoder, config=FlintConfig, init=False):

@@ -252,6 +252,7 @@ class DecoderConfig(FolderConfig):
     rounds_embedding_scale: ClassVar[bool] = False  # to the dtype of the embedding, before the product
     window_period: ClassVar[int | None] = None  # the n of "every n-th layer has no window"
     unrotated_period: ClassVar[int | None] = None  # the same for rotary positions
+    rotates_windows_only: ClassVar[bool] = False  # layers without a window have no rotary positions
     mixer_activation: ClassVar[str | None] = None  # after the convolutions of a mixer; None for that of the MLP
     attention_period: ClassVar[int | None] = None  # the n of "every n-th layer has attention", others a mixer; 0 for none
     has_one_part: ClassVar[bool] = False  # layers have attention or a mixer, or an MLP or experts, and no more
@@ -335,6 +336,8 @@ class DecoderConfig(FolderConfig):
     @property
     def rotated(self) -> tuple[bool, ...]:
         """Whether each layer has rotary positions."""
+        if self.rotates_windows_only:
+            return tuple(window is not None for window in self.windows)
         lacks = every(self.unrotated_period, self.n_layers) if self.unrotated_layers is None else self.unrotated_layers
         return tuple(i not in lacks for i in range(self.n_layers))
 
