@@ -8,8 +8,9 @@ Dims: source, target = tokens of one example in the encoder and the decoder (seq
 """
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -67,6 +68,13 @@ SIDES = (
     Field("activation_function", "activation", TEXT),
     *Fields("dropout", "attention_dropout", "activation_dropout", kind=RATE),
 )
+
+
+def _forced_first_token(is_forced: bool, known: Mapping[str, Any]) -> int | None:
+    """Returns the token that generated texts begin with. If the flag of old files is set, and the file names no such token,
+    it is the start of a text."""
+    token = known[_FORCED]
+    return known["bos_token_id"] if is_forced and token is None else token
 
 
 @dataclass(frozen=True)
@@ -159,7 +167,7 @@ class BartConfig(FolderConfig):
             "force_bos_token_to_be_generated",
             _FORCED,
             default=False,
-            load=lambda is_forced, known: known["bos_token_id" if is_forced and known[_FORCED] is None else _FORCED],
+            load=_forced_first_token,
             is_written=False,
         ),
         Field("init_std"),
