@@ -159,7 +159,7 @@ class BartConfig(FolderConfig):
         # Keys of the first versions of transformers, which had other models under this model's name.
         *Fixed(is_written=False, normalize_before=False, normalize_embedding=True, add_final_layer_norm=False),
         Only("static_position_embeddings", False, is_written=False),
-        *Fields("vocab_size", n_positions="max_position_embeddings", d_model="d_model"),
+        *Fields("vocab_size", "d_model", n_positions="max_position_embeddings"),
         *SIDES,
         Field("scale_embedding", "is_scaled"),
         Tokens("decoder_start", "forced_bos", "forced_eos"),

@@ -57,8 +57,7 @@ class GPTNeoConfig(GPTConfig):
         _AttentionTypes(),
         Field("activation_function", "activation", TEXT),
         Field("layer_norm_epsilon", "norm_eps"),
-        *Fields(kind=RATE, embedding_dropout="embed_dropout", attention_dropout="attention_dropout"),
-        Field("resid_dropout", "residual_dropout", RATE),
+        *Fields("attention_dropout", kind=RATE, embedding_dropout="embed_dropout", residual_dropout="resid_dropout"),
         without=("n_kv_heads", "head_size", "rope_theta"),
     )
     aliases = Aliases(num_attention_heads="num_heads", num_hidden_layers="num_layers")

@@ -24,7 +24,7 @@ class GPTNeoXConfig(GPTConfig):
 
     model_type = "gpt_neox"
     rows = rows(
-        *Fields(norm_eps="layer_norm_eps", is_parallel="use_parallel_residual", attention_bias="attention_bias"),
+        *Fields("attention_bias", norm_eps="layer_norm_eps", is_parallel="use_parallel_residual"),
         Shared("hidden_dropout", "residual_dropout", "embedding_dropout"),
         Rope(has_share=True),
         # transformers would rotate a share of these dims instead of those that a head has.

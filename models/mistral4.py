@@ -38,7 +38,7 @@ class Mistral4Config(DecoderConfig):
             share=lambda known: known["shared_rotary_size"] / (known["plain_size"] + known["shared_rotary_size"]),
         ),
         Field("first_k_dense_replace", "n_dense", COUNT),
-        *Fields(renormalize="norm_topk_prob", is_interleaved="rope_interleave", attention_bias="attention_bias"),
+        *Fields("attention_bias", renormalize="norm_topk_prob", is_interleaved="rope_interleave"),
         Only("head_dim", lambda known: (known["plain_size"] + known["shared_rotary_size"], None), is_written=False),
         *Fixed(n_group=1, topk_group=1),
         Only("model_type", "mistral4", is_written=False),  # the text model may be of another type

@@ -140,7 +140,7 @@ class ModernBertConfig(EncoderConfig):
         # transformers also takes half the width under this name.
         Only("sliding_window", lambda known: (known["window"],), is_written=False),
         *Fields("attention_bias", "mlp_bias", "norm_bias", layer_norm_eps="norm_eps"),
-        *Fields(kind=RATE, dropout="embedding_dropout", attention_dropout="attention_dropout", mlp_dropout="mlp_dropout"),
+        *Fields("attention_dropout", "mlp_dropout", kind=RATE, dropout="embedding_dropout"),
         Only("classifier_pooling", "cls", "mean", name="pooling"),
         Field("classifier_activation", "head_activation", TEXT),
         *Fields(head_bias="classifier_bias", logits_bias="decoder_bias"),

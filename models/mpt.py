@@ -59,7 +59,7 @@ class MptConfig(DecoderConfig):
     model_type = "mpt"
     architecture = "MptForCausalLM"
     rows = rows(
-        *Fields(n_positions="max_seq_len", d_model="d_model"),
+        *Fields("d_model", n_positions="max_seq_len"),
         Field("n_layers", via=ConfigReader.layers),
         *Fields("n_heads", norm_eps="layer_norm_epsilon"),
         _Attention("attn_config", "attention_dropout", "residual_dropout"),

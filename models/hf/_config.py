@@ -44,11 +44,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Field(Row):
-    """A key that holds a field of the config.
+    """A key of the file that holds a field of the config: `Field("hidden_size", "d_model")`.
 
     **Arguments:**
 
-    - `key`, `name`: the names of the key and of the field. If `name` is None, they are the same.
+    - `key`: the name in the file.
+    - `name`: the name of the config's field. If it is None, the field has the name of the key.
     - `kind`: the valid values. By default, they follow from the type of the default.
     - `default`: the value of an absent key, or a function of the known fields; the field's own default if not given.
     - `null`: the same for a key that is present but null, if that means something else.
@@ -91,8 +92,14 @@ class Field(Row):
 
 
 def Fields(*same: str, kind: Kind | None = None, **keys: str) -> tuple[Field, ...]:
-    """Returns a row for each of several fields, by its key: `Fields("d_model", n_experts="num_experts")`. The first ones are
-    called as their keys. `kind` is that of all."""
+    """Returns a row for each of several fields: `Fields("d_model", n_experts="num_experts")`.
+
+    **Arguments:**
+
+    - `same`: the fields that have the names of their keys in the file.
+    - `kind`: the valid values of all fields.
+    - `keys`: the name in the file for each other field, by the name of the config's field.
+    """
     others = (Field(key, None if key == name else name, kind) for name, key in keys.items())
     return (*(Field(key, kind=kind) for key in same), *others)
 
@@ -140,12 +147,13 @@ class Only(Row):
 
 
 def Fixed(*, is_written: bool = True, **values: Any) -> tuple[Only, ...]:
-    """Returns a row for each of several keys of which only one value is implemented: `Fixed(use_bias=False)`."""
+    """Returns a row for each of several keys of which only one value is implemented: `Fixed(use_bias=False)`. The names are
+    those in the file; the config has no field for them."""
     return tuple(Only(key, value, is_written=is_written) for key, value in values.items())
 
 
 def Aliases(**first: str) -> Mapping[str, str]:
-    """Returns `aliases` of a table: the first name of each alternative one."""
+    """Returns `aliases` of a table: the first name of each alternative one. Both are names in the file."""
     return MappingProxyType(first)
 
 

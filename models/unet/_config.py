@@ -192,6 +192,6 @@ class UNetConfig(FolderConfig):
         Field("dropout", kind=RATE),
         Field("flip_sin_to_cos", "flips_sin_to_cos"),
         Field("freq_shift", kind=COUNT),
-        *Fields(centers_input="center_input_sample", conv_in_kernel="conv_in_kernel", conv_out_kernel="conv_out_kernel"),
+        *Fields("conv_in_kernel", "conv_out_kernel", centers_input="center_input_sample"),
         Field("sample_size", via=size_of_sample),
     )
