@@ -247,6 +247,10 @@ class FolderConfig:
         cls.sizes = vars(cls).get("sizes", {})
         bases = [base for base in reversed(cls.__bases__) if is_dataclass(base)]
         types = {known.name: known.type for base in bases for known in fields(base) if known.name in vars(cls)}
+        for name in types:
+            if hasattr(value := vars(cls)[name], "__get__"):  # a method or property would become the default
+                step = f"Rename it: `{name}` is a field of a base, and its default is a plain value."
+                raise wrong(f"{cls.__name__}.{name}", "the default of a field", type(value).__name__, step, TypeError)
         if types:  # of fields that are inherited, and assigned here: `dataclass` reads the annotated ones alone
             cls.__annotations__ = {**types, **inspect.get_annotations(cls)}
 

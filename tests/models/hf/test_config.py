@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,12 @@ def test_a_plain_assignment_changes_the_default_of_a_field_of_any_base():
         n_layers, name = 2, "small"
 
     assert (Small().n_layers, Small().name) == (2, "small")
+
+
+@pytest.mark.parametrize("make", [lambda function: function, property, cached_property, classmethod])
+def test_a_method_cannot_have_the_name_of_an_inherited_field(make):
+    with pytest.raises(TypeError, match=r"`Small.n_layers`: expected the default of a field, got \w+. Rename it"):
+        type("Small", (LlamaConfig,), {"n_layers": make(lambda config: 2)})
 
 
 def test_published_sizes_are_not_inherited():
