@@ -162,7 +162,6 @@ class _Pass:
         use, n_rows = self.use_of(given, batch), len(given.step.examples)
         cut, rows = self.cut(given.i, given.step, use), self.size.micro_batch_for(use, self.mesh)
         if not np.array_equal(self.needed_rows(given.i, given.step, use), given.rows):  # as another use needs them
-            Prefetch.pause_others()
             given = self.begun(given.i, given.step, use)
             batch = given.batch()
         # A remainder of full micro-batches runs in the program of a full step, unless the repeated rows would count.

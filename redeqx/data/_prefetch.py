@@ -68,7 +68,8 @@ class Prefetch(Iterator[Any]):
         try:
             found = self._upcoming[0].result()
             if isinstance(found, Deferred):
-                found = found.prepare()
+                self.pause_others()  # it may read and collate again
+                found = next(prepare() for prepare in (found.prepare,))  # in a generator, a StopIteration is an error
                 self._upcoming[0] = Future()
                 self._upcoming[0].set_result(found)
             item = found
