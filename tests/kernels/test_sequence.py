@@ -268,10 +268,11 @@ def test_under_vmap_scan_and_remat(sizes):
         def step(x, _):
             return jax.checkpoint(jax.vmap(one))(x, k, v), None
 
-        return jnp.vdot(jax.lax.scan(step, q, None, length=3)[0], g)
+        out, _ = jax.lax.scan(step, q, None, length=3)
+        return jnp.vdot(out, g), out  # the outputs are compared: the sum is small, as terms of both signs cancel in it
 
     setting = AttentionSetting(0.3, causal=True)
-    grad = jax.jit(jax.value_and_grad(loss, (0, 1, 2)), static_argnames="setting")
+    grad = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True), static_argnames="setting")
     args = [place(x, split(4)) for x in (q, k, v)]
     assert_close(grad(*args, setting=replace(setting, split=split(4))), grad(q, k, v, setting=setting), 2e-6)
 
