@@ -128,8 +128,8 @@ class _Pass:
             yield self.placed(*head.pop())
         for given in drawn_ahead((self.begun(i, step) for i, step in self.steps), self.pool.n):
             given, batch = self.collated(given)
-            is_known = isinstance(self.find, RowUse) or _shapes(batch) in self.uses
-            yield self.placed(given, batch) if is_known else Deferred(partial(self.placed, given, batch))
+            use = self.known_use(batch)
+            yield Deferred(partial(self.placed, given, batch)) if use is None else self.placed(given, batch, use)
             n += 1
         if self.check is not None and checks_end:
             self.check(n, {}, 0)
@@ -157,12 +157,12 @@ class _Pass:
             self.check(given.i, batch, len(given.step.examples))
         return given, batch
 
-    def placed(self, given: _Step, batch: PyTree) -> Batch:
-        """Places the rows of a step on the mesh."""
-        use, n_rows = self.use_of(given, batch), len(given.step.examples)
+    def placed(self, given: _Step, batch: PyTree, use: RowUse | None = None) -> Batch:
+        """Places the rows of a step on the mesh; without `use`, finds what the loss does with them."""
+        use, n_rows = use or self.use_of(given, batch), len(given.step.examples)
         cut, rows = self.cut(given.i, given.step, use), self.size.micro_batch_for(use, self.mesh)
-        if not np.array_equal(self.needed_rows(given.i, given.step, use), given.rows):  # as another use needs them
-            given = self.begun(given.i, given.step, use)
+        if self.mesh.is_multi_process and not np.array_equal(self.needed_rows(given.i, given.step, use), given.rows):
+            given = self.begun(given.i, given.step, use)  # begun with the rows that another use needs
             batch = given.batch()
         # A remainder of full micro-batches runs in the program of a full step, unless the repeated rows would count.
         is_full = len(cut) == 1 and cut[0].rows == rows and use.kind != "after"
@@ -181,13 +181,17 @@ class _Pass:
             given.places,
         )
 
+    def known_use(self, batch: PyTree) -> RowUse | None:
+        """Returns what the loss does with the rows of a batch; None if that is to be found."""
+        return self.find if isinstance(self.find, RowUse) else self.uses.get(_shapes(batch))
+
     def use_of(self, given: _Step, batch: PyTree) -> RowUse:
-        """Returns what the loss does with the rows of a batch."""
-        if isinstance(self.find, RowUse):
-            return self.find
-        if (shapes := _shapes(batch)) not in self.uses:
-            self.uses[shapes] = self.find(with_rows(batch, len(given.step.examples)))
-        return self.uses[shapes]
+        """Returns what the loss does with the rows of a batch, and finds it for rows of new shapes."""
+        use = self.known_use(batch)
+        if use is None:
+            assert not isinstance(self.find, RowUse)
+            use = self.uses[_shapes(batch)] = self.find(with_rows(batch, len(given.step.examples)))
+        return use
 
     def cut(self, i: int, step: Slice, use: RowUse) -> tuple[Group, ...]:
         if i == 0 and step.n_last is not None:  # so that a remainder that cannot be cut is an error now, not after an epoch
