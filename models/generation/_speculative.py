@@ -94,8 +94,7 @@ def speculate(model: Any, draft: Any, request: Request, drafted: int) -> Generat
             )
     batch = len(logits)
     # A round ends at one of the tokens that it has written, or before all of them.
-    keep = lambda c: jax.vmap(lambda cache: cache.keep(window + 1), (c.axes(),), c.axes())(c)  # noqa: E731
-    cache, draft_cache = (one if one.states is None else keep(one) for one in (cache, draft_cache))
+    cache, draft_cache = (_keep(one, window + 1) for one in (cache, draft_cache))
     caches = tuple(eqx.tree_at(lambda c: c.index, c, jnp.full(batch, c.index)) for c in (cache, draft_cache))
     axes, draft_axes = (
         eqx.tree_at(lambda a: a.index, c.axes(), 0, is_leaf=lambda leaf: leaf is None) for c in (cache, draft_cache)
@@ -180,3 +179,11 @@ def speculate(model: Any, draft: Any, request: Request, drafted: int) -> Generat
     accepted = state.counts[1] / jnp.maximum(state.counts[0], 1)
     arrays = jax.tree.map(lambda array: array[:, None, :new], (state.tokens, *(state.chances or ())))
     return Generated(*arrays, accepted=accepted[:, None] if request.output_scores else None)
+
+
+def _keep(cache: Cache, n: int) -> Cache:
+    """Returns a batch of caches, from now on with the last `n` states."""
+    if cache.states is None:
+        return cache
+    axes = cache.axes()
+    return jax.vmap(lambda cache: cache.keep(n), (axes,), axes)(cache)

@@ -115,8 +115,10 @@ def same(disk: str, leaf: str) -> StoredTensor:
 def reshaped(disk: str, leaf: str, on_disk: tuple[int, ...], in_tree: tuple[int, ...]) -> StoredTensor:
     """Returns a tensor that is stored with other dims of size 1, or with its dims grouped differently, such as a
     convolution's bias."""
-    # One of another shape is left as it is, so that the shape check reports it.
-    load = lambda tensor: (tensor.reshape(in_tree) if tensor.shape == on_disk else tensor,)  # noqa: E731
+
+    def load(tensor: View) -> tuple[View]:  # one of another shape is left as it is, so that the shape check reports it
+        return (tensor.reshape(in_tree) if tensor.shape == on_disk else tensor,)
+
     return StoredTensor(disk, (leaf,), load, lambda leaf: leaf.reshape(on_disk))
 
 

@@ -130,8 +130,8 @@ def trainable(model: PyTree, *, also: str | Sequence[str] = ()) -> PyTree:
     """
     adapters = adapters_of(model, several=True)
     chosen = {leaf_path(path, leaf) for path in adapters for leaf in LEAVES}
-    is_inexact = lambda leaf: is_array_like(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)  # noqa: E731
-    leaves = [name for name, leaf in named_leaves(model).items() if is_inexact(leaf)]
+    arrays = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
+    leaves = [name for name, leaf in arrays.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     for pattern in globs_of(also, "also", 'Write `"head.*"`, say', optional=True):
         found = fnmatch.filter(leaves, pattern)
         if not found:

@@ -86,6 +86,8 @@ def _candidates(model: PyTree) -> dict[str, Any]:
     def is_whole(node: Any) -> bool:
         return is_quantised(node) or (isinstance(node, eqx.Module) and type(node).__module__.startswith("equinox.nn"))
 
+    def is_matrix(x: Any) -> bool:
+        return is_array_like(x) and len(x.shape) >= 2 and jnp.issubdtype(x.dtype, jnp.floating)
+
     nodes = named_leaves(model, is_leaf=lambda node: is_linear(node) or is_whole(node))
-    is_matrix = lambda x: is_array_like(x) and len(x.shape) >= 2 and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
     return {path: node for path, node in nodes.items() if is_linear(node) or is_quantised(node) or is_matrix(node)}
