@@ -37,9 +37,9 @@ def make(name, head="ForCausalLM", **kwargs):
 
     sizes = {key: value for key, value in {**SIZES, **kwargs}.items() if value is not None}
     config = getattr(transformers, f"{name}Config")(**sizes)
-    if head == "ForCausalLM":  # whose class may have another name
-        return transformers.AutoModelForCausalLM.from_config(config).eval()
-    return getattr(transformers, name + head)(config).eval()
+    if cls := getattr(transformers, name + head, None):
+        return cls(config).eval()
+    return transformers.AutoModelForCausalLM.from_config(config).eval()  # whose class has another name
 
 
 rng = np.random.default_rng(0)

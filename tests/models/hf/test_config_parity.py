@@ -174,6 +174,7 @@ def test_the_defaults_of_absent_keys_are_those_of_transformers():
         ("falcon", "num_kv_heads"),
         ("falcon", "ffn_hidden_size"),
         ("gpt_neo", "attention_types"),
+        ("hyperclovax", "attention_multiplier"),  # of a head's size, as `None` is
         ("lfm2", "intermediate_size"),  # as adjusted
         ("lfm2", "block_auto_adjust_ff_dim"),
         ("gemma4_text", "full_attention"),  # a rope with its factor, 1
@@ -184,8 +185,8 @@ def test_the_defaults_of_absent_keys_are_those_of_transformers():
 # other heads, and of what a call returns; and by type, those that follow from other keys or count only with another one.
 HARMLESS = """
     apply_layernorm attention_softmax_in_fp32 chunk_size chunk_size_feed_forward classifier_dropout classifier_proj_size
-    decoder_layerdrop deterministic_flash_attn encoder_layerdrop encoder_stride id2label initializer_cutoff_factor
-    initializer_factor input_jitter_noise is_decoder is_encoder_decoder mamba_chunk_size mask_feature_length
+    decoder_layerdrop deterministic_flash_attn embedding_initializer_range enable_moe_fp32_combine encoder_layerdrop
+    encoder_stride id2label initializer_cutoff_factor initializer_factor input_jitter_noise is_decoder is_encoder_decoder mamba_chunk_size mask_feature_length
     mask_feature_min_masks mask_feature_prob mask_time_length mask_time_min_masks mask_time_prob num_logits_to_keep
     output_attentions output_hidden_states output_router_logits pretraining_tp problem_type qa_dropout
     reorder_and_upcast_attn rescale_prenorm_residual reshape_hidden_states residual_in_fp32 return_dict router_aux_loss_coef
@@ -205,12 +206,15 @@ HARMLESS_OF = {
     "exaone_moe": {"sliding_window_pattern"},
     "falcon": {"multi_query"},
     "mamba2": {"time_step_rank"},
+    "minicpm3": {"head_dim"},
     "phi3": {"original_max_position_embeddings"},
     "qwen2_moe": {"sliding_window"},
     "qwen3_moe": {"sliding_window"},
     "qwen3_5_moe_text": {"intermediate_size"},
+    "sarvam_mla": {"head_dim"},
     "smollm3": {"sliding_window"},
     "vision-encoder-decoder": {"tie_word_embeddings"},
+    "youtu": {"head_dim"},
 }
 
 
