@@ -186,13 +186,13 @@ def test_the_defaults_of_absent_keys_are_those_of_transformers():
 HARMLESS = """
     apply_layernorm attention_softmax_in_fp32 chunk_size chunk_size_feed_forward classifier_dropout classifier_proj_size
     decoder_layerdrop deterministic_flash_attn embedding_initializer_range enable_moe_fp32_combine encoder_layerdrop
-    encoder_stride id2label initializer_cutoff_factor initializer_factor input_jitter_noise is_decoder is_encoder_decoder mamba_chunk_size mask_feature_length
-    mask_feature_min_masks mask_feature_prob mask_time_length mask_time_min_masks mask_time_prob num_logits_to_keep
-    output_attentions output_hidden_states output_router_logits pretraining_tp problem_type qa_dropout
-    reorder_and_upcast_attn rescale_prenorm_residual reshape_hidden_states residual_in_fp32 return_dict router_aux_loss_coef
-    scale_attention_softmax_in_fp32 sinusoidal_pos_embds slow_but_exact sparse_pred_ignore_index sparse_prediction
-    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
-    use_associative_scan use_cache use_mamba_kernels use_mambapy
+    encoder_stride id2label initializer_cutoff_factor initializer_factor input_jitter_noise is_decoder
+    is_encoder_decoder mamba_chunk_size mask_feature_length mask_feature_min_masks mask_feature_prob mask_time_length
+    mask_time_min_masks mask_time_prob num_logits_to_keep output_attentions output_hidden_states output_router_logits
+    pretraining_tp problem_type qa_dropout reorder_and_upcast_attn rescale_prenorm_residual reshape_hidden_states
+    residual_in_fp32 return_dict router_aux_loss_coef scale_attention_softmax_in_fp32 sinusoidal_pos_embds
+    slow_but_exact sparse_pred_ignore_index sparse_prediction summary_activation summary_first_dropout
+    summary_proj_to_labels summary_type summary_use_proj use_associative_scan use_cache use_mamba_kernels use_mambapy
     use_weighted_layer_sum z_loss_coefficient
 """
 HARMLESS_OF = {
