@@ -1,9 +1,15 @@
-"""Pads between entries that also pad or cut the ends: if the dim is split, XLA computes them wrongly, fails, or aborts.
+"""Pads that XLA computes wrongly if the dim is split, silently or not.
 
-They are the derivatives of slices with strides too. This rule computes both in two steps: between entries, and at the ends.
+A pad that cuts an end off is wrong if its operand is replicated and its result is split: `pad(x, 0, [(1, -1, 0)])`, a shift.
+The derivative of each pad is such a pad, and XLA joins those that follow each other. So the gradient of
+`jnp.pad(x[:-1], (1, 0))` is wrong too, where `x` is split and the result is replicated. This rule cuts by slices, and makes
+a slice the derivative of a pad.
 
-Source: measured with jax 0.10.2 (the tests `test_xla_still_...` fail once it is fixed). Cost: none but a larger intermediate
-value, which XLA fuses with its use.
+A pad between entries that also pads or cuts the ends is wrong, fails, or aborts. The derivative of a slice with strides is
+one. This rule computes both in two steps: between entries, and at the ends.
+
+Source: measured with jax 0.10.2 (the tests `test_xla_still_...` fail once it is fixed). Cost: none but larger intermediate
+values, which XLA fuses with their use.
 """
 
 from collections.abc import Sequence
@@ -11,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ..tracing import Rule, Site, plain
@@ -18,7 +25,8 @@ from ..tracing import Rule, Site, plain
 
 @dataclass(frozen=True)
 class FixPads(Rule):
-    """Computes pads between entries and at the ends, and slices whose derivatives are such pads, in two steps."""
+    """Computes pads, and slices whose derivatives are pads between entries and at the ends, by steps that XLA computes
+    rightly."""
 
     mesh: Mesh
     corrects: ClassVar = True
@@ -26,6 +34,8 @@ class FixPads(Rule):
     def claims(self, eqn: Any) -> bool:
         if self.mesh.size == 1 or eqn.primitive.name not in ("pad", "slice"):
             return False
+        if eqn.primitive.name == "pad":
+            return True
         kept = zip(_sizes(eqn), eqn.outvars[0].aval.shape, strict=True)
         # As far as a stride, as of every other entry, XLA splits them; but for a slice of one entry it returns another one.
         return any(n and (low < 0 or max(low, high) > n or (low and size == 1)) for (low, high, n), size in kept)
@@ -41,9 +51,29 @@ class FixPads(Rule):
 
 
 def pad(x: jax.Array, fill: jax.Array, sizes: Sequence[tuple[int, int, int]]) -> jax.Array:
-    """Returns `jax.lax.pad(x, fill, sizes)`, computed between entries first."""
-    x = jax.lax.pad(x, fill, [(0, 0, n) for _, _, n in sizes])
-    return jax.lax.pad(x, fill, [(low, high, 0) for low, high, _ in sizes])
+    """Returns `jax.lax.pad(x, fill, sizes)`: adds entries between, then cuts the ends off, then adds entries there."""
+    if any(n for _, _, n in sizes):
+        x = jax.lax.pad(x, fill, [(0, 0, n) for _, _, n in sizes])
+    shape = [n + low + high for n, (low, high, _) in zip(x.shape, sizes, strict=True)]
+    starts = [min(max(-low, 0), n) for n, (low, _, _) in zip(x.shape, sizes, strict=True)]
+    ends = [max(n + min(high, 0), start) for n, (_, high, _), start in zip(x.shape, sizes, starts, strict=True)]
+    x = jax.lax.slice(x, starts, ends)
+    before = [min(max(low, 0), n - kept) for n, kept, (low, _, _) in zip(shape, x.shape, sizes, strict=True)]
+    if x.shape == tuple(shape):
+        return x
+    after = [n - low - kept for n, low, kept in zip(shape, before, x.shape, strict=True)]
+
+    @jax.custom_jvp
+    def extended(x: jax.Array, fill: jax.Array) -> jax.Array:
+        return jax.lax.pad(x, fill, [(low, high, 0) for low, high in zip(before, after, strict=True)])
+
+    @extended.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        of_x, of_fill = tangents
+        # The same as a pad, and its derivative is a slice.
+        return extended(*primals), jax.lax.dynamic_update_slice(jnp.full(shape, of_fill), of_x, before)
+
+    return extended(x, fill)
 
 
 def _sizes(eqn: Any) -> list[tuple[int, int, int]]:

@@ -184,6 +184,33 @@ class OverPixels(eqx.Module):
         return self.convs[1](pixels.T.reshape(x.shape))
 
 
+@pytest.mark.parametrize("n_sequence_shards", [2, pytest.param(4, marks=pytest.mark.sweep)])
+def test_gradient_of_a_u_net_on_a_ring(n_sequence_shards):
+    """As of pdequinox: positions are padded with those of the other end, and a transposed convolution cuts some off. XLA's
+    verifier refused the step."""
+
+    def conv(x, weight, stride=1, padding=(0, 0), dilation=1):
+        x = jnp.pad(x, ((0, 0), (0, 0), (1, 1)), mode="wrap")
+        return jax.lax.conv_general_dilated(x, weight, (stride,), [padding], lhs_dilation=(dilation,))
+
+    def loss_fn(model, batch, key):
+        x = jax.nn.gelu(conv(batch[:, None], model["in"]))
+        y = conv(jax.nn.gelu(conv(x, model["down"], stride=2)), model["up"], padding=(-1, 0), dilation=2)
+        return jnp.square(conv(jnp.concatenate([x, y], 1), model["out"])).mean()
+
+    rng = np.random.default_rng(0)
+    shapes = {"in": (4, 1, 3), "down": (4, 4, 3), "up": (4, 4, 3), "out": (1, 8, 3)}
+    model = {name: (rng.normal(size=shape) * 0.3).astype(np.float32) for name, shape in shapes.items()}
+    batch = rng.normal(size=(8, 32)).astype(np.float32)
+    expected = jax.jit(jax.grad(loss_fn))(model, batch, None)
+    deployer = redeqx.Deployer(n_sequence_shards=n_sequence_shards, verbose=False)
+    trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.sgd(1.0), collate_fn=np.stack, loss_fn=loss_fn)
+    trainer.update(list(batch))
+    for name, gradient in expected.items():
+        found = model[name] - np.asarray(trainer.model[name])
+        np.testing.assert_allclose(found, gradient, rtol=1e-4, atol=1e-5 * np.abs(gradient).max())
+
+
 @pytest.mark.sweep
 def test_gradient_around_an_attention_over_pixels():
     """Of rows that do not divide: the attention splits its queries, so XLA would split the image's sides."""
