@@ -275,14 +275,14 @@ def _total(module: Module, count: Callable[[Instruction], int]) -> Counter[Instr
 
 
 def _device_bytes(line: Instruction) -> int:
-    """Counts the bytes that one operation reads and writes."""
+    """Counts the bytes that one operation reads and writes. One that runs beside others counts where it starts."""
     sizes = list(map(_size, line.operands))
-    if line.opcode in _SLICES:
-        return 2 * _size(line)
+    if line.opcode.removesuffix("-start") in _SLICES:
+        return min(_part(line), sizes[0]) + _size(line)
     if line.opcode in _UPDATES:
         return 2 * sum(sizes[1:])
     if line.fused:
-        return sum(_read(line.fused, i, size) for i, size in enumerate(sizes)) + _written(line, _size(line))
+        return sum(_read(line.fused, i, size) for i, size in enumerate(sizes)) + _written(line)
     own = _workspace(line)
     return sum(sizes) + _size(line) - (0 if own is None else own.device_bytes)
 
@@ -297,7 +297,12 @@ def copied_bytes(line: Instruction) -> int:
 
 
 def _size(line: Instruction) -> int:
-    return sum(array.device_bytes for array in line.arrays)
+    return sum(array.device_bytes for array in line.results)
+
+
+def _part(line: Instruction) -> int:
+    """Counts the bytes of a slice or an update in the larger array, which may be in another memory."""
+    return sum(array._replace(layout=re.sub(r"S\(\d\)", "", array.layout)).device_bytes for array in line.results)
 
 
 def _read(fused: Sequence[Instruction], number: int, whole: int) -> int:
@@ -314,7 +319,7 @@ def _read(fused: Sequence[Instruction], number: int, whole: int) -> int:
             if line.opcode in _VIEWS or _retiles(line):
                 seen.add(line)
             elif line.opcode in _SLICES and position == 0:
-                total += _size(line)
+                total += _part(line)
             elif line.opcode == "fusion":
                 total += _read(line.fused, position, whole)
             elif line.opcode != "dynamic-update-slice" or position > 0:
@@ -327,9 +332,10 @@ def _retiles(line: Instruction) -> bool:
     return bool(line.fused) and line.fused[-1].opcode == "copy" and _in_place(line) == {0: 0}
 
 
-def _written(fusion: Instruction, whole: int) -> int:
-    """Counts the bytes that a fusion writes: only the update if its result is an updated operand."""
-    root = _origin(fusion.fused[-1])
-    if root.opcode == "dynamic-update-slice":
-        return _size(root.operands[1])
-    return _written(root, whole) if root.opcode == "fusion" else whole
+def _written(fusion: Instruction) -> int:
+    """Counts the bytes that a fusion writes: of an output that is an updated operand, only the update."""
+    outputs, sizes, total = _outputs(fusion), [array.device_bytes for array in fusion.results], 0
+    for output, whole in zip(outputs, sizes if len(outputs) == len(sizes) else [sum(sizes)], strict=True):
+        is_update, is_fusion = output.opcode == "dynamic-update-slice", output.opcode == "fusion"
+        total += min(whole, _part(output.operands[1]) if is_update else _written(output) if is_fusion else whole)
+    return total

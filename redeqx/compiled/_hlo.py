@@ -93,8 +93,8 @@ class Instruction:
 
     @property
     def results(self) -> list[Array]:
-        """The arrays of its result. The type of a `-start` may also have operands and a context."""
-        if not self.opcode.endswith("-start") or self.opcode == "all-reduce-start":
+        """The arrays of its result. The type of a `-start` or a `call-update` may also have operands and a context."""
+        if not self.opcode.endswith(("-start", "call-update")) or self.opcode == "all-reduce-start":
             return self.arrays
         return arrays_of(elements_of(self.type)[0 if self.opcode == "copy-start" else 1])
 

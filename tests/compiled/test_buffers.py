@@ -146,6 +146,38 @@ def test_numbers_of_4_bits_fill_whole_bytes():
     assert bytes_moved(module(entry)) == (3 + 2) + (2 + 3)
 
 
+@pytest.mark.parametrize(
+    "start, moved",
+    [
+        ("(f32[8,256]{1,0:S(1)}, f32[8,256]{1,0}, u32[]{:S(2)}) copy-start(%p)", 8 * KIB + 8 * KIB),
+        ("(f32[8,256]{1,0:T(8,128)S(1)}, f32[8,256]{1,0}, u32[]{:S(2)}) copy-start(%p)", 8 * KIB),
+        ("((f32[8,256]{1,0}), f32[1,256]{1,0:T(1,128)}, s32[]{:S(2)}) slice-start(%p), slice={[0:1], [0:256]}", 2 * KIB),
+        ("((f32[8,256]{1,0}), f32[1,256]{1,0:T(1,128)S(1)}, s32[]{:S(2)}) slice-start(%p), slice={[0:1], [0:256]}", KIB),
+        ("(f32[8,256]{1,0}, f32[64,256]{1,0}) all-gather-start(%p), replica_groups=[1,8]<=[8]", 8 * KIB + 64 * KIB),
+        ("f32[8,256]{1,0} all-reduce-start(%p), replica_groups={}", 8 * KIB + 8 * KIB),
+        ("(f32[8,256]{1,0}, f32[8,256]{1,0}, u32[]{:T(128)S(2)}, u32[]) collective-permute-start(%p)", 8 * KIB + 8 * KIB),
+        ("((f32[8,256]{1,0}), f32[64,256]{1,0}) call-update(%ready, %p)", 8 * KIB + 64 * KIB),
+    ],
+)
+def test_an_operation_that_runs_beside_others_reads_its_operand_once(start, moved):
+    """The type of its start has the operand too. A slice into a TPU's on-chip memory is read, but not written."""
+    entry = f"""  %p = f32[8,256]{{1,0}} parameter(0)
+  %ready = ((), (), (s32[1]{{0:T(128)S(2)}})) call-start(), async_execution_thread="sparsecore"
+  %s = {start}
+  ROOT %d = f32[64,256]{{1,0}} async-done(%s)"""
+    assert bytes_moved(module(entry)) == moved
+
+
+def test_what_sparse_cores_send_has_the_memory_of_its_result():
+    found = temporary_buffers(f"""  %p = f32[256]{{0}} parameter(0)
+  %ready = ((), (), (s32[1]{{0:T(128)S(2)}})) call-start(), async_execution_thread="sparsecore"
+  %sent = ((f32[256]{{0}}), f32[2048]{{0}}) call-update(%ready, %p), {op_name("gathered")}
+  %g = f32[2048]{{0}} call-done(%sent)
+  %a = f32[512]{{0}} dot(%p, %p), {op_name("a")}
+  ROOT %d = f32[] dot(%g, %a)""")
+    assert found == [(8 * KIB, "gathered"), (2 * KIB, "a"), (4, "")]
+
+
 FUSED = """%fused (a: f32[8,256], i: s32[]) -> f32[256] {{
   %a = f32[8,256]{{1,0}} parameter(0)
   %i = s32[] parameter(1)
@@ -175,6 +207,29 @@ def test_tpu_fusion_that_slices_an_operand_by_other_tiles_reads_only_the_slice(i
     fused = FUSED.format(root="bitcast(%row)").replace("dynamic-slice(%a", "dynamic-slice(%t")
     inner = f"  %t = f32[8,256]{{1,0:T(8,128)}} fusion(%a), kind=kLoop{in_place}, calls=%tiled\n  %row"
     assert bytes_moved(module(SLICED, tiled + fused.replace("  %row", inner, 1))) == read + 4 + KIB
+
+
+@pytest.mark.parametrize("memory", ["", ":T(1,128)S(1)"])
+def test_fusion_that_updates_two_operands_writes_only_the_updates(memory):
+    """As where a loop over layers saves several values. An update that is on the chip is written too."""
+    updates = f"""%updates (a: f32[8,256], b: f32[8,256], x: f32[1,256], i: s32[]) -> (f32[8,256], f32[8,256], f32[512]) {{
+  %a = f32[8,256]{{1,0}} parameter(0)
+  %b = f32[8,256]{{1,0}} parameter(1)
+  %x = f32[1,256]{{1,0{memory}}} parameter(2)
+  %i = s32[] parameter(3)
+  %c = f32[8,256]{{1,0}} dynamic-update-slice(%a, %x, %i, %i)
+  %d = f32[8,256]{{1,0}} dynamic-update-slice(%b, %x, %i, %i)
+  %w = f32[512]{{0}} dot(%x, %x)
+  ROOT %t = (f32[8,256]{{1,0}}, f32[8,256]{{1,0}}, f32[512]{{0}}) tuple(%c, %d, %w)
+}}
+"""
+    entry = f"""  %p = f32[8,256]{{1,0}} parameter(0)
+  %q = f32[8,256]{{1,0}} parameter(1)
+  %x0 = f32[1,256]{{1,0{memory}}} parameter(2)
+  %i0 = s32[] parameter(3)
+  ROOT %f = (f32[8,256]{{1,0}}, f32[8,256]{{1,0}}, f32[512]{{0}}) fusion(%p, %q, %x0, %i0), kind=kLoop, calls=%updates"""
+    read = 4 + (0 if memory else KIB)
+    assert bytes_moved(module(entry, updates)) == read + KIB + KIB + 2 * KIB
 
 
 CALLS = """  %p = bf16[64,32]{1,0} parameter(0)
