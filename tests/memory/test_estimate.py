@@ -84,6 +84,15 @@ def test_bytes_are_those_of_a_device():
     assert found == PRODUCT // 4 + PRODUCT
 
 
+@pytest.mark.parametrize("of", ["cumsum", "cumlogsumexp", "sort", "rev"])
+def test_what_runs_along_a_split_dim_stays_split(of):
+    def running(x, w):
+        y = getattr(jax.lax, of)(x @ w, *{"sort": (0,), "rev": ((0,),)}.get(of, ()))
+        return (y @ w).sum()
+
+    assert peak(running, (N, D), (D, D), specs=[P(FSDP), P()], mesh=(1, 4)) == 2 * PRODUCT // 4
+
+
 class Scanned(eqx.Module):
     blocks: eqx.nn.MLP
 
