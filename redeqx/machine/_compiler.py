@@ -15,12 +15,13 @@ import tempfile
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -156,9 +157,9 @@ class XlaSettings:
         return ", ".join(texts)
 
 
-def xla_settings(mesh: Mesh, given: XlaOptions | str | None, harmful: Collection[str] = ()) -> XlaSettings:
-    """Returns the settings for steps on a mesh: `given`, a dict or None, or for `"auto"` the platform's, without options
-    that are `harmful` or that `XLA_FLAGS` or `LIBTPU_INIT_ARGS` sets."""
+def xla_settings(mesh: Mesh, given: XlaOptions | str | None, own: Mapping[str, Any] = MappingProxyType({})) -> XlaSettings:
+    """Returns the settings for steps on a mesh: `given`, a dict or None, or for `"auto"` the platform's with the step's
+    `own`, of which None leaves one out, but none that `XLA_FLAGS` or `LIBTPU_INIT_ARGS` sets."""
     if given is None:
         return XlaSettings()
     device = next(iter(mesh.local_devices), mesh.devices.flat[0])
@@ -166,11 +167,11 @@ def xla_settings(mesh: Mesh, given: XlaOptions | str | None, harmful: Collection
     if not isinstance(given, str):
         return _accepted(device, given)
     environment = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
-    own = SETTINGS.get(platform, {}) if mesh.size > 1 else {}
+    own = {**SETTINGS.get(platform, {}), **own} if mesh.size > 1 else {}
     own = {
         name: value
         for name, value in own.items()
-        if name not in harmful and not re.search(rf"--({name}|{_BEFORE.get(name, name)})\b", environment)
+        if value is not None and not re.search(rf"--({name}|{_BEFORE.get(name, name)})\b", environment)
     }
     found = _accepted(device, own)
     older = _accepted(device, {_BEFORE[name]: True for name in found.dropped if name in _BEFORE})

@@ -136,18 +136,25 @@ class Compute:
             return self.split_residual
         return mesh.devices.flat[0].platform in ("cuda", "gpu") and self.remat_level != "matmuls"
 
-    def harmful_settings_on(self, mesh: Mesh) -> tuple[str, ...]:
-        """Returns options of `machine.SETTINGS` that would make this step slower on the devices of a mesh, or too large.
+    def settings_on(self, mesh: Mesh) -> dict[str, Any]:
+        """Returns the XLA options of this step on the devices of a mesh that are not those of `machine.SETTINGS`: their
+        values, and None for one that would make it slower, or too large.
 
         To start an all-gather an iteration early, XLA also repeats what it depends on. For a recomputed residual stream that
         is the sum after attention: 1.18 times the bytes instead of 1.10, and 2.6 GiB of temporaries instead of 2.0 (8
         layers of LLaMA 3 8B's size, compiled for 8 H100 by jax 0.10.2; 2026-11-26).
 
+        XLA for TPUs makes loops of products and permutes (windowed einsums) of the gathers and scatters of a split residual
+        stream: on v5e 1.47 times the bytes instead of 0.97 (2 such layers, libtpu 0.0.50.1; 2026-12-01).
+
         A queue of collectives keeps all weights and gradients of a layer on the device. With `"offload"` memory is short:
         Llama 3.1 70B on 32 v6e would need 31.4 of 31.2 GiB instead of 30.4 (libtpu 0.0.50; 2026-11-30)."""
-        harmful = []
-        if self.recomputes_products and self.splits_residual_on(mesh):
-            harmful.append("xla_gpu_pipeline_all_gather")
+        settings: dict[str, Any] = {}
+        if self.splits_residual_on(mesh):
+            if self.recomputes_products:
+                settings["xla_gpu_pipeline_all_gather"] = None
+            if mesh.devices.flat[0].platform == "tpu":
+                settings["xla_jf_spmd_threshold_for_windowed_einsum_mib"] = 1_000_000  # above all
         if self.remat_level == "offload":
-            harmful.append("xla_tpu_enable_sparse_core_offload_queuing_in_lhs")
-        return tuple(harmful)
+            settings["xla_tpu_enable_sparse_core_offload_queuing_in_lhs"] = None
+        return settings

@@ -106,7 +106,7 @@ class Task:
 
     def compiler(self, mesh: Mesh) -> XlaSettings:
         """Returns the settings for the compiler of the train and eval steps on a mesh."""
-        return xla_settings(mesh, self.xla_settings, self.compute.harmful_settings_on(mesh))
+        return xla_settings(mesh, self.xla_settings, self.compute.settings_on(mesh))
 
     def precision_of(self, model: PyTree) -> str:
         """Returns a description of the dtypes of a step."""

@@ -77,20 +77,33 @@ def test_gathers_are_not_pipelined_where_that_repeats_sums():
     """They are of the residual stream, if its values are recomputed."""
     name, mesh = "xla_gpu_pipeline_all_gather", mesh_of("gpu")
     full = redeqx.Compute(remat="full")
-    assert full.harmful_settings_on(mesh) == (name,)
-    assert xla_settings(mesh, "auto", (name,)).options == {key: x for key, x in SETTINGS["gpu"].items() if key != name}
-    assert xla_settings(mesh, {name: True}, (name,)).options == {name: True}  # set in the script
-    assert redeqx.Compute().harmful_settings_on(mesh) == full.harmful_settings_on(mesh_of("gpu", size=1)) == ()
-    assert redeqx.Compute(remat="full", split_residual=False).harmful_settings_on(mesh) == ()
+    own = full.settings_on(mesh)
+    assert own == {name: None}
+    assert xla_settings(mesh, "auto", own).options == {key: x for key, x in SETTINGS["gpu"].items() if key != name}
+    assert xla_settings(mesh, {name: True}, own).options == {name: True}  # set in the script
+    assert redeqx.Compute().settings_on(mesh) == full.settings_on(mesh_of("gpu", size=1)) == {}
+    assert redeqx.Compute(remat="full", split_residual=False).settings_on(mesh) == {}
 
 
 @pytest.mark.usefixtures("compiler_accepts_all")
 def test_collectives_are_not_queued_where_memory_is_short():
     """Weights and gradients of a whole layer would be on the device at once."""
     name, mesh = "xla_tpu_enable_sparse_core_offload_queuing_in_lhs", mesh_of("tpu")
-    harmful = redeqx.Compute(remat="offload").harmful_settings_on(mesh)
-    assert xla_settings(mesh, "auto", harmful).options == {key: x for key, x in SETTINGS["tpu"].items() if key != name}
-    assert name in SETTINGS["tpu"] and redeqx.Compute(remat="full").harmful_settings_on(mesh) == ()
+    own = redeqx.Compute(remat="offload", split_residual=False).settings_on(mesh)
+    assert xla_settings(mesh, "auto", own).options == {key: x for key, x in SETTINGS["tpu"].items() if key != name}
+    assert name in SETTINGS["tpu"] and redeqx.Compute(remat="full", split_residual=False).settings_on(mesh) == {}
+
+
+@pytest.mark.usefixtures("compiler_accepts_all")
+def test_a_split_residual_stream_is_not_permuted_on_tpus():
+    """XLA would make loops of products and permutes of its gathers. Programs without it have those of their weights."""
+    name, mesh = "xla_jf_spmd_threshold_for_windowed_einsum_mib", mesh_of("tpu")
+    own = redeqx.Compute(split_residual=True).settings_on(mesh)
+    assert xla_settings(mesh, "auto", own).options == {**SETTINGS["tpu"], name: 1_000_000}
+    assert xla_settings(mesh, {name: 1}, own).options == {name: 1}  # set in the script
+    assert name not in xla_settings(mesh, "auto").options  # of a predictor
+    assert redeqx.Compute(split_residual=False).settings_on(mesh) == {}
+    assert redeqx.Compute(split_residual=True).settings_on(mesh_of("gpu")) == {}
 
 
 @pytest.mark.sweep
