@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from ..compiled import Collective, own_line, split_name, words_of
 from ..dims import UNKNOWN
 from ..machine import DEFAULT_CHIP, USABLE, Machine, mesh_text, n_batch_shards
-from ..memory import AUTO, Loop, Row, Strategy, Tried, describe_saved, fastest, saved_at, share_again
+from ..memory import AUTO, Loop, Row, Strategy, Tried, describe_saved, fastest, share_again
 from ..monitor import Console, size_text, to_json
 from ..partition import Plan
 from ..storage import disk_path
@@ -231,8 +231,7 @@ class DryRun:
 
     def _saved(self) -> list[Row]:
         chip, host = self.machine.chip or DEFAULT_CHIP, 0 if self.machine.devices[0].platform == "cpu" else math.inf
-        roomy = saved_at(self.saved, self.strategy.remat, chip, host) or self.saved
-        return describe_saved(self.saved, roomy, chip, self.plan.leaves.keys())
+        return describe_saved(self.saved, self.strategy.remat, chip, host, self.plan.leaves.keys())
 
     def _plain_step(self, step: Step) -> dict[str, Any]:
         names, mesh = set(self.plan.leaves), self.plan.mesh

@@ -139,10 +139,10 @@ class Row(NamedTuple):
     why: str
 
 
-def describe_saved(loops: Sequence[Loop], roomy: Sequence[Loop], chip: Chip, leaves: Collection[str]) -> list[Row]:
-    """Returns a row for each value that loops could save. `roomy` is what they would save if the host had room for all of
-    it, `leaves` are the names of the model's leaves."""
-    rows = []
+def describe_saved(loops: Sequence[Loop], level: str, chip: Chip, host: float, leaves: Collection[str]) -> list[Row]:
+    """Returns a row for each value that loops could save at a level of `Compute.remat`. `host` is 0 if the device's host has
+    no memory of its own, or else infinity; `leaves` are the names of the model's leaves."""
+    rows, roomy = [], saved_at(loops, level, chip, host) or loops
     for loop, other in zip(loops, roomy, strict=True):
         known, times = loop.saved.keys(), f"{loop.n} x " * (loop.n > 1)
         if loop.carry:
@@ -161,8 +161,8 @@ def describe_saved(loops: Sequence[Loop], roomy: Sequence[Loop], chip: Chip, lea
                 why += _NO_ROOM
             elif chosen == AGAIN and gain < 2 * each.n_bytes / chip.bandwidth:
                 why += ", no more than to write and to read it"
-            elif chosen == AGAIN and known:
-                why += ", less for its bytes than what is saved"
+            elif chosen == AGAIN and level != "full":
+                why += "; there is no room for it" + ", and no time to copy it to the host" * bool(host)
             leaf = next((part for part in each.scope.split("/") if part in leaves), "")
             rows.append(Row(_WORDS[chosen], loop.n * each.n_bytes, f"{times}{each.what}", leaf, each.line, why))
     return rows

@@ -1,6 +1,7 @@
 """The search for strategies: those it compiles, skips and proposes."""
 
 import dataclasses
+import math
 import types
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 import redeqx
 from redeqx.dims import RowUse
 from redeqx.machine import HOST_MEMORY, TPUS, make_mesh
-from redeqx.memory import Candidate, Loop, SearchSpace, Strategy, Tried, fastest, saved_at
+from redeqx.memory import Candidate, Loop, SearchSpace, Strategy, Tried, describe_saved, fastest, saved_at
 
 GIB = 2**30
 V5E = TPUS["v5e"]
@@ -319,6 +320,21 @@ def test_loops_put_no_more_into_host_memory_than_a_program_may_use(n, carry_in, 
     (saved,) = saved_at([loop], "0KiB", V5E, HOST_MEMORY)
     assert saved.carry_in == carry_in and len(saved.keys("host")) == in_host
     assert saved.n_bytes("host") <= 128 * GIB
+
+
+@pytest.mark.parametrize(
+    "level, host, reason",
+    [
+        ("0KiB", math.inf, "; there is no room for it, and no time to copy it to the host"),
+        ("0KiB", 0, "; there is no room for it"),
+        ("full", math.inf, ""),
+    ],
+)
+def test_a_report_says_why_a_value_is_computed_again(level, host, reason):
+    (loop,) = one_loop(OWN)
+    loop = dataclasses.replace(loop, candidates=[dataclasses.replace(each, window=0.0) for each in loop.candidates])
+    _, *rows = describe_saved(saved_at([loop], level, V5E, host), level, V5E, host, ())
+    assert [(row.choice, row.why) for row in rows] == 3 * [("computed again", f"1e+03 ms to compute it again{reason}")]
 
 
 @pytest.mark.parametrize(
