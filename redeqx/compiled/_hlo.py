@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ..tracing import Entered, fold, is_rare, line_among, shortened
+from ..tracing import Entered, expected_length, fold, is_rare, line_among, shortened
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+)(?: \(.*\) -> .*)? \{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
@@ -158,6 +158,11 @@ class Instruction:
             start = start.operands[0]
         return limit.number - (start.number if start.opcode == "constant" else 0)
 
+    @property
+    def n_iterations(self) -> int:
+        """How often a while loop runs: its trip count, or as often as is expected (`redeqx.tracing.about`), or once."""
+        return self.trip_count or expected_length(self.op_name) or 1
+
 
 @dataclass(eq=False)
 class Module:
@@ -204,7 +209,7 @@ class Module:
         numbers, or None to count the computations that it calls. With `once`, each loop counts as one iteration."""
 
         def enter(line: Instruction) -> Entered:
-            times = 1 if once or line.opcode != "while" else line.trip_count or 1
+            times = 1 if once or line.opcode != "while" else line.n_iterations
             is_choice = line.opcode == "conditional"
             return Entered([name for _, name in line.calls], times, is_choice, is_choice and is_rare(line.op_name))
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from ..tracing import expected_length, is_rare
+from ..tracing import is_rare
 from ._buffers import copied_bytes, host_copies
 from ._collectives import CHANNEL, KINDS, Collective
 from ._hlo import Instruction, Module
@@ -130,14 +130,13 @@ class _Replay:
                     yield from self._inside(inner)
 
     def _flops_inside(self, line: Instruction) -> float:
-        """Counts the FLOPs of a line's matmuls and of those inside. A loop counts as often as it runs; one of unknown
-        length, such as that over the tiles of a grouped matmul, as often as it is expected to."""
+        """Counts the FLOPs of a line's matmuls and of those inside. A loop counts as often as it runs."""
         if line.opcode in ("dot", "convolution", "custom-call"):
             return flops_of(line) or _attention_flops(line) or _grouped_flops(line)
         inner = [sum(map(self._flops, self._module.computations[called])) for _, called in line.calls]
         if line.opcode == "conditional":
             return (min if is_rare(line.op_name) else max)(inner, default=0.0)
-        return sum(inner) * (line.trip_count or expected_length(line.op_name) or 1 if line.opcode == "while" else 1)
+        return sum(inner) * (line.n_iterations if line.opcode == "while" else 1)
 
     def _compute(self, seconds: float, queue: list[_Sent]) -> None:
         for each in queue:

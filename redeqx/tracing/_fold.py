@@ -30,8 +30,8 @@ def is_rare(scopes: str) -> bool:
 
 
 def about(n: int) -> AbstractContextManager[Any]:
-    """A context for a `jax.lax.while_loop` of unknown length that usually has at least `n` iterations. What looks for
-    matmuls beside which a compiled program sends then counts so many."""
+    """A context for a `jax.lax.while_loop` of unknown length that usually has at least `n` iterations. What counts the
+    work of a compiled program then counts so many."""
     return jax.named_scope(f"{_ABOUT}{n}")
 
 

@@ -106,6 +106,13 @@ def test_loop_traffic_is_multiplied_by_the_trip_count():
     assert bytes_moved(parsed) == 8 * (iteration + condition) + (4 + 8 * KIB) + (8 * KIB + KIB + 4)
 
 
+def test_a_loop_of_unknown_length_moves_as_much_as_it_is_expected_to():
+    """As that over the tiles of a grouped matmul, each of which reads its matrix."""
+    unknown, named = BODY.replace("direction=LT", "direction=NE"), f"body=%body, {op_name('redeqx_about_8/while')}"
+    once, tiles = module(LOOP, unknown), module(LOOP.replace("body=%body", named), unknown)
+    assert bytes_moved(once) < bytes_moved(tiles) == bytes_moved(module(LOOP, BODY))
+
+
 BRANCHES = """%less (a: f32[256]) -> f32[256] {
   %a = f32[256]{0} parameter(0)
   ROOT %x = f32[256]{0} dot(%a, %a)
