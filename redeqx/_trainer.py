@@ -264,6 +264,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         - `examples`: anything with `len()` and integer items, or an iterable.
         - `per_device_batch_size`, `batch_size`, `drop_remainder`: as for `fit`.
         """
+        self._check_outside_of_fit("train")
         check_flag(drop_remainder, "drop_remainder")
         size = self._engine.batch_size(per_device_batch_size, batch_size)
         steps = in_order(examples, size, drop_remainder)
@@ -307,6 +308,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
 
         Raises ValueError for trainers of one name that take turns.
         """
+        self._check_outside_of_fit("update")
         engine, n_processes = self._engine, self.deployer.peers.n
         check_examples(examples, "examples", or_function=False)
         size = engine.batch_size(None, known_size(examples))
@@ -632,8 +634,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         """
         arguments = dict(locals())  # all of the above
         del arguments["self"]
-        if self._fit is not None:
-            raise ValueError("`fit`: expected after the running `fit`, got called inside it. Call it afterwards.")
+        self._check_outside_of_fit("fit")
         fit = Fit(self._engine, self._checkpointer, FitOptions(**arguments), self)
         if (run := dry()) is not None:
             raise DryRunDone(dry_run(Workload.of_fit(fit), run.machine, **run.options))
@@ -642,6 +643,11 @@ class Trainer(RedcoNames, Generic[ModelT]):
             return fit.run()
         finally:
             self._fit = None
+
+    def _check_outside_of_fit(self, method: str) -> None:
+        """Raises ValueError inside a fit: the step after an evaluation would be saved as the one that was evaluated."""
+        if self._fit is not None:
+            raise ValueError(f"`{method}`: expected after the running `fit`, got called inside it. Call it afterwards.")
 
 
 def _max_skipped(on_nonfinite: Any) -> int | None:

@@ -94,20 +94,21 @@ def test_update_with_invalid_examples_raises(context, examples, error, expected)
     assert str(raised.value) == expected
 
 
-def test_update_and_resume_inside_fit_raise():
-    class Updates(redeqx.Callback):
-        def on_step(self, trainer, metrics):
-            trainer.update(DATA[:8])
+def test_updates_and_resume_inside_fit_raise():
+    """Also between its epochs: the checkpoint of the best evaluation would be that of a later step."""
 
-    class Resumes(redeqx.Callback):
-        def on_step(self, trainer, metrics):
-            trainer.resume()
+    def calling(moment, method, *args, **kwargs):
+        call = lambda self, trainer, *metrics: getattr(trainer, method)(*args, **kwargs)  # noqa: E731
+        return type("Calls", (redeqx.Callback,), {moment: call})()
 
     trainer = make_trainer()
-    with pytest.raises(ValueError, match="expected to be called one after the other, got one inside the other"):
-        trainer.fit(DATA, batch_size=8, callbacks=[Updates()])
+    for moment in ("on_fit_start", "on_step", "on_eval", "on_epoch_end", "on_last_step"):
+        for method, sizes in (("update", {}), ("train", {"batch_size": 8})):
+            with pytest.raises(ValueError, match=f"`{method}`: expected after the running `fit`, got called inside it"):
+                callbacks = [calling(moment, method, DATA[:8], **sizes)]
+                trainer.fit(DATA, batch_size=8, eval_examples=DATA, resume=False, callbacks=callbacks)
     with pytest.raises(ValueError, match="`resume`: expected before the first update, got called inside `fit`"):
-        trainer.fit(DATA, batch_size=8, callbacks=[Resumes()])
+        trainer.fit(DATA, batch_size=8, resume=False, callbacks=[calling("on_step", "resume")])
 
 
 def test_an_update_inside_a_traced_function_is_refused_and_leaves_the_trainer_as_it_was():
