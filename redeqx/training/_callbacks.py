@@ -147,10 +147,11 @@ class EarlyStopping(Callback):
         self.best, self.n_worse = None, 0  # the next fit starts afresh
 
     def state(self) -> dict[str, Any]:
-        return {"best": self.best, "n_worse": self.n_worse}
+        return {"metric": self.metric, "mode": self.mode, "best": self.best, "n_worse": self.n_worse}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.best, self.n_worse = state["best"], state["n_worse"]
+        if (state.get("metric", self.metric), state.get("mode", self.mode)) == (self.metric, self.mode):  # else of another
+            self.best, self.n_worse = state["best"], state["n_worse"]
 
 
 class Profile(Callback):

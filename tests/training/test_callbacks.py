@@ -231,6 +231,15 @@ def test_early_stopping_on_a_missing_metric_raises():
         fit(make_trainer(), redeqx.EarlyStopping("score", 2), eval_examples=DATA[:5])
 
 
+@pytest.mark.parametrize(("metric", "mode", "expected"), [("loss", "min", (0.3, 1)), ("score", "max", (None, 0))])
+def test_early_stopping_takes_over_the_state_of_its_own_metric_alone(metric, mode, expected):
+    """Of a resumed run, whose script has stopped by another one."""
+    before, stopping = redeqx.EarlyStopping("loss", 2), redeqx.EarlyStopping(metric, 2, mode)
+    before.best, before.n_worse = 0.3, 1
+    stopping.load_state(before.state())
+    assert (stopping.best, stopping.n_worse) == expected
+
+
 # --- saving -------------------------------------------------------------------------------------------------------------
 
 
