@@ -28,5 +28,6 @@ from ._rows import (
     Group as Group,
     group_sharding as group_sharding,
 )
+from ._streams import checksum as checksum
 from ._tokens import TokenRows as TokenRows
 from ._workers import CollatePool as CollatePool, Workers as Workers

@@ -17,6 +17,7 @@ from ..data import (
     BatchSize,
     Slice,
     check_examples,
+    checksum,
     collated_shapes,
     differs_by_epoch,
     examples_of,
@@ -334,6 +335,7 @@ class Fit:
             check_savable(self.engine.trees, options.save_float_dtype)
             if isinstance(workdir, Path):
                 check_writable(workdir, "workdir")
+        evaluated = [(name, size_of(of), sample_of(of)) for name, of in options.eval_sets.items()]
         now = {
             "batch_size": self.size.examples,
             "train_size": n,
@@ -342,6 +344,8 @@ class Fit:
             "sample": sample_of(examples),
             "precision": self.engine.task.precision_of(self.engine.trees[0]),
             "optimizer": kinds_of_states(self.engine.task.opt_shapes(self.engine.trees[0])),
+            "trainable": checksum(self.engine.task.structure.names[0]),
+            "eval_sample": checksum(evaluated) if evaluated else None,
         }
         # If epochs differ, their data must be the same only when a run resumes within an epoch.
         unknown = () if start.examples or not differs else ("train_size", "sample")

@@ -113,13 +113,19 @@ def numbers_of_record(value: Any) -> Any:
     return float(value) if value in _NONFINITE else value
 
 
-# What determines the examples of a step and their computation. Older records have no optimizer.
-_SETTING = ("batch_size", "train_size", "drop_remainder", "accumulate_grad_batches", "sample", "precision", "optimizer")
+# What determines the examples of a step and their computation. Older records have only the first ones.
+_FIRST = ("batch_size", "train_size", "drop_remainder", "accumulate_grad_batches", "sample", "precision")
+_SETTING = (*_FIRST, "optimizer", "trainable", "eval_sample")
+_CHECKSUMS = {  # which a record has in place of these settings
+    "sample": "other examples",
+    "trainable": "other trained leaves",
+    "eval_sample": "other examples to evaluate",
+}
 # The entries that a Trainer reads back, with their types. Their checksum says that they are as they were written.
 _RECORDED: dict[str, type] = {
     **dict.fromkeys(("step", "seed", "n_keys", "fit", "epoch", "examples", "n_skipped", "n_examples", "first_step"), int),
     **dict.fromkeys(("best", "metrics", "train_metrics", "callbacks", "hyperparams"), dict),
-    **dict.fromkeys((*_SETTING[:-1], "stream", "learning_rate", "data_state"), object),
+    **dict.fromkeys((*_FIRST, "stream", "learning_rate", "data_state"), object),
 }
 
 
@@ -146,9 +152,7 @@ def changed_setting(before: Mapping[str, Any], now: Mapping[str, Any], otherwise
             f"`train_examples`: expected {was}, as in the resumed run, got {found}. "
             f"The order of the examples would differ. For new examples {otherwise}."
         )
-    return [
-        "other examples" if name == "sample" else f"`{name}` {found}, before {was}" for name, (was, found) in differs.items()
-    ]
+    return [_CHECKSUMS.get(name, f"`{name}` {found}, before {was}") for name, (was, found) in differs.items()]
 
 
 # --- where a fit starts -----------------------------------------------------------------------------------------------

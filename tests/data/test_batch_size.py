@@ -255,7 +255,7 @@ def one_epoch_run(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("begun")
     schedule = optax.linear_schedule(0.1, 0.0, 10)
     trainer = make_trainer(workdir, accumulate=2, optimizer=optax.sgd(schedule), lr_schedule_fn=schedule)
-    trainer.fit(DATA, batch_size=16)
+    trainer.fit(DATA, batch_size=16, eval_examples=DATA[:8])
     return workdir
 
 
@@ -270,14 +270,17 @@ def resume(
     n_steps=10,
     shards=(2, 2),
     decay=(),
+    trainable=eqx.is_inexact_array,
+    eval_examples=DATA[:8],
     **kwargs,
 ):
     schedule = optax.linear_schedule(0.1, 0.0, n_steps)
     workdir = tmp_path / "run"
     __import__("shutil").copytree(one_epoch_run, workdir)
     optimizer = optax.chain(optax.identity(), optax.scale_by_learning_rate(schedule), *decay)  # with `decay=()` that of SGD
-    trainer = make_trainer(workdir, accumulate=accumulate, optimizer=optimizer, lr_schedule_fn=schedule, shards=shards)
-    trainer.fit(data, rows, n_epochs=2, batch_size=batch_size, **kwargs)
+    options = {"optimizer": optimizer, "lr_schedule_fn": schedule, "trainable": trainable}
+    trainer = make_trainer(workdir, accumulate=accumulate, shards=shards, **options)
+    trainer.fit(data, rows, n_epochs=2, batch_size=batch_size, eval_examples=eval_examples, **kwargs)
     return [text for text in trainer.messages if "that differ:" in text]
 
 
@@ -303,6 +306,10 @@ def test_resume_with_another_batch_size_raises(kwargs, one_epoch_run, tmp_path):
         ({"drop_remainder": True}, ["`drop_remainder` True, before False"]),
         ({"n_steps": 20}, ["a learning rate at step 3 of 0.09, before 0.08"]),
         ({"data": DATA[::-1].copy()}, ["other examples"]),
+        ({"eval_examples": {"dev": DATA[:8]}}, ["other examples to evaluate"]),
+        ({"eval_examples": DATA[:9]}, ["other examples to evaluate"]),
+        ({"eval_examples": None}, []),
+        ({"trainable": lambda leaf: np.ndim(leaf) == 2}, ["other trained leaves"]),  # the state has none of them
         (  # of the same tensors
             {"decay": [optax.add_decayed_weights(0.1)]},
             ["`optimizer` EmptyState, ScaleByScheduleState, EmptyState, before EmptyState, ScaleByScheduleState"],
