@@ -48,7 +48,7 @@ class Checkpointer:
         self._next: Literal["look", "begin", "go on"] = "look"
         self._is_resumed = False  # whether `progress` is that of an earlier process
         self._kept_step = 0  # the step of the newest save from which a run resumes, or of the checkpoint that was loaded
-        self._keep_last, self._has_warned = 2, False  # as in the newest save; of updates that were taken before
+        self._keep_last, self._has_warned = 2, False  # as in the newest save or fit; of updates that were taken before
         self.origins = Origins(task.structure, engine.trees[0], deployer.console.info)
         self.checkpoints = None
         if deployer.workdir is not None:
@@ -98,9 +98,10 @@ class Checkpointer:
         return position
 
     @contextmanager
-    def keeping(self, callbacks: Callbacks) -> Iterator[None]:
-        """A context of a running fit. Checkpoints hold the states of its callbacks; if it fails, the next fit has them."""
-        self._callbacks, self.tags = callbacks, set()
+    def keeping(self, callbacks: Callbacks, keep_last: int) -> Iterator[None]:
+        """A context of a running fit. Checkpoints hold the states of its callbacks; if it fails, the next fit has them. No
+        save in it keeps fewer checkpoints than the fit, or than a save before."""
+        self._callbacks, self.tags, self._keep_last = callbacks, set(), keep_last
         try:
             yield
         except BaseException as error:
@@ -213,6 +214,8 @@ class Checkpointer:
             tags = [*tags, *sorted(self.tags.difference(tags))]
         if metrics is None:
             metrics = self.progress.metrics if self.progress.evaluated == step else {}
+        if self._callbacks is not None:
+            keep_last = self._keep_last = max(self._keep_last, keep_last)
 
         def committed(path: Location) -> None:
             if is_full:

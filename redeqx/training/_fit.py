@@ -216,7 +216,8 @@ class Fit:
         self.began_at = engine.step
         line = deployer.console.progress(n_epochs=self.options.epochs, first_step=engine.step)
         listening = nullcontext() if checkpointer.checkpoints is None else deployer.preemption.listening()
-        with self.callbacks, checkpointer.keeping(self.callbacks), listening, deployer.watch.on(), engine.showing(line):
+        keeping = checkpointer.keeping(self.callbacks, self.options.keep_last)
+        with self.callbacks, keeping, listening, deployer.watch.on(), engine.showing(line):
             with closing(self.moments(start, line)) as moments:
                 for moment in moments:
                     self._call(moment)

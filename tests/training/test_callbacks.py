@@ -588,6 +588,12 @@ def test_a_checkpoint_has_the_metrics_of_its_own_step_and_a_done_fit_returns_the
     assert result["loss"] == record(tmp_path, index(tmp_path)["last"])["metrics"]["loss"]
 
 
+@pytest.mark.parametrize(("of_fit", "of_callback"), [(5, 2), (2, 5)])
+def test_a_save_in_a_fit_keeps_what_another_one_keeps(of_fit, of_callback, tmp_path):
+    fit(make_trainer(tmp_path), SaveAtEpochs(keep_last=of_callback), save_every_n_steps=1, keep_last=of_fit)
+    assert {int(path.name[5:13]) for path in (tmp_path / "ckpts").glob("step_*")} == {2, 3, 4, 5, 6}
+
+
 def test_a_checkpoint_is_not_loaded_inside_a_fit(tmp_path):
     class Load(redeqx.Callback):
         def on_epoch_end(self, trainer, metrics):
