@@ -44,6 +44,7 @@ _REMEDY = f"Define it at the top of a module and bind arguments by `functools.pa
 @dataclass(frozen=True)
 class Workers:
     """How many calls of `collate_fn` run at once, ahead of the device, and where. The examples and their order stay.
+    Calls in threads overlap: each needs arrays of its own to fill, and shares no random generator with others.
 
     **Arguments:**
 
