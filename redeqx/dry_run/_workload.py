@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from .._tree import array_leaves
 from ..checkpoint import file_size
 from ..data import BatchSize, Slice, collated_shapes, size_of
-from ..dims import UNKNOWN, RowUse
+from ..dims import RowUse
 from ..machine import MODEL, SEQUENCE, n_batch_shards
 from ..memory import Strategy
 from ..optimizers import has_eval_params
@@ -24,13 +24,12 @@ class Workload:
     """What a script computes, which can be compiled for any mesh and strategy."""
 
     strategy: Strategy  # the script's own
-    task: Task  # knows what the loss does with rows
+    task: Task
     model: PyTree
     state: PyTree
     batch: PyTree  # shapes of the first step's rows, as `collate_fn` returns them
     eval_batch: PyTree | None = None  # the same of an evaluation's first batch; None without an evaluation
     eval_per_device_batch_size: int = 0
-    eval_rows: RowUse = UNKNOWN
     trace_predict: Callable[[Program], Any] | None = None  # traces the predict step of the evaluation
     files: Mapping[str, int] = field(default_factory=dict)  # bytes of each file of a checkpoint
 
@@ -51,7 +50,7 @@ class Workload:
         rows = size.micro_batch // ((n_devices or mesh.size) // (mesh.shape[SEQUENCE] * mesh.shape[MODEL]))
         n_examples = size.examples if size.by_examples else None
         strategy = Strategy.of(task.compute, mesh, rows, task.accumulate, n_examples)
-        return cls(strategy, replace(task, rows=task.rows or task.row_use_of(model, state, batch)), model, state, batch)
+        return cls(strategy, task, model, state, batch)
 
     @classmethod
     def of_fit(cls, fit: Fit) -> "Workload":
@@ -66,8 +65,7 @@ class Workload:
             rows = max(1, fit.eval_size(largest).micro_batch // n_batch_shards(mesh))
             if options.eval_loss:
                 batch = collated_shapes(task.collate_fn, examples)
-                use = task.row_use_of(model, state, batch, inference=True)
-                work = replace(work, eval_batch=batch, eval_rows=use, eval_per_device_batch_size=rows)
+                work = replace(work, eval_batch=batch, eval_per_device_batch_size=rows)
             if (predictor := options.eval_predictor) is not None:
                 work = replace(work, trace_predict=lambda program: predictor.trace(model, examples, rows, program))
         if options.saves or (options.save_end and engine.deployer.workdir is not None):
@@ -88,7 +86,12 @@ class Workload:
     @property
     def rows(self) -> RowUse:
         """What the loss does with the rows of `batch`."""
-        return self.task.rows or UNKNOWN
+        return self.task.row_use_of(self.model, self.state, self.batch)
+
+    @property
+    def eval_rows(self) -> RowUse:
+        """What it does in an evaluation with those of `eval_batch`: layers such as BatchNorm compute something else then."""
+        return self.task.row_use_of(self.model, self.state, self.eval_batch, inference=True)
 
     def eval_size(self, mesh: Mesh) -> BatchSize:
         """Returns the sizes of an evaluation's batch."""
@@ -97,7 +100,7 @@ class Workload:
 
     def plan_on(self, mesh: Mesh, micro_batch: PyTree) -> Plan:
         """Returns the plan on a mesh, for the shapes of a micro-batch."""
-        return self.task.plan_on(mesh, self.model, self.task.trace(self.model, self.state, micro_batch))
+        return self.task.plan_on(mesh, self.model, self.task.trace(self.model, self.state, micro_batch), self.rows)
 
     def program(self, plan: Plan, strategy: Strategy, *, named: bool = True, measures: bool = False) -> Program:
         """Returns the steps; if `named`, their operations name their weights, which a run's do not. `measures` is that of

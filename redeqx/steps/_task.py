@@ -64,15 +64,11 @@ class Task:
     max_skipped: int | None = None  # how many updates in a row that are not finite may be skipped; None skips none
     n_parts: int = 1  # of each micro-batch whose rows may be cut, computed one after the other
     xla_settings: XlaOptions | str | None = "auto"  # for the train and eval steps, as for `Deployer`
-    # What the loss does with rows in training and in an evaluation, where layers such as BatchNorm compute something else;
-    # None until a batch is known.
-    rows: RowUse | None = None
-    eval_rows: RowUse | None = None
     uses: dict[Any, RowUse] = field(default_factory=dict, compare=False, repr=False)  # the verdicts so far, see `row_use`
 
     def trace(self, model: PyTree, state: PyTree, batch: PyTree) -> Trace:
         """Traces the loss for the shapes of a batch. The trace of the verdict about rows is used if it is for these."""
-        traced = None if self.rows is None or self.has_state or self.grad_fn is not None else self.rows.trace
+        traced = None if self.has_state or self.grad_fn is not None else self.row_use_of(model, state, batch).trace
         names = tuple(named_leaves(eqx.filter(model, is_array_like)))
         shapes = [leaf.shape for leaf in jax.tree.leaves(batch)]
         if traced is not None and [v.aval.shape for v in traced.jaxpr.invars[len(names) : -1]] == shapes:
@@ -82,10 +78,12 @@ class Task:
             return Trace(names, tuple(shapes_in(closed)[: len(names)]), closed)
         return self._traced(model, state, batch)
 
-    def plan_on(self, mesh: Mesh, model: PyTree, trace: Trace | None, placed: Plan | None = None) -> Plan:
-        """Returns the model's plan on a mesh; with a trace, in the order of the loss. The plan by which the model is
-        `placed` already stays if something was traced for it, and learns what the loss does."""
-        row_use, own = self.rows or UNKNOWN, placed if placed is not None and placed.is_traced else self.plan
+    def plan_on(
+        self, mesh: Mesh, model: PyTree, trace: Trace | None, row_use: RowUse = UNKNOWN, placed: Plan | None = None
+    ) -> Plan:
+        """Returns the model's plan on a mesh; with a trace and its verdict about rows, in the order of the loss. The plan by
+        which the model is `placed` already stays if something was traced for it, and learns what the loss does."""
+        own = placed if placed is not None and placed.is_traced else self.plan
         if own is None:
             by_model = self.grad_fn is None and self.compute.splits_residual_on(mesh)
             plan = plan_model(model, mesh, trace, row_use=row_use, splits_residual=by_model)
@@ -172,10 +170,11 @@ class Task:
         numbers of rows; longer texts, for example, are other shapes, for which other constants of the loss may hold."""
         of = inference, *shapes_of_row(weights, state, batch)
         if of not in self.uses:
-            self.uses[of] = self._find_row_use(weights, state, batch, key, inference=inference)
+            self.uses[of] = self.find_row_use(weights, state, batch, key, inference=inference)
         return self.uses[of]
 
-    def _find_row_use(self, weights: Sequence[Any], state: PyTree, batch: PyTree, key: Any, *, inference: bool) -> RowUse:
+    def find_row_use(self, weights: Sequence[Any], state: PyTree, batch: PyTree, key: Any, *, inference: bool) -> RowUse:
+        """As `row_use`, which calls it once for each shape of a row."""
         fn = self.judged(inference=inference)
         is_differentiated = self.grad_fn is None and not inference
         use = row_use(lambda *args: fn(*args)[0], weights, state, batch, key, is_differentiated=is_differentiated)

@@ -18,7 +18,7 @@ from .._at_end import AtEnd
 from .._deployer import Deployer
 from ..checkpoint import CheckpointManager
 from ..data import Batch, BatchSize, CollatePool, Prefetch, Slice, batches
-from ..dims import RowUse
+from ..dims import UNKNOWN, RowUse
 from ..distributed import RowCheck, agree_on_opt_state, agree_on_trainer
 from ..errors import check_alive
 from ..machine import as_zeros, put, replicated
@@ -56,7 +56,8 @@ class Engine:
         self.line: ProgressLine = deployer.console.progress(title="update")  # of a fit, a pass, or a user's own loop
         self.records: Records = deployer.console.records
         self.is_updating = False
-        self._uses: dict[bool, dict[Any, RowUse]] = {False: {}, True: {}}  # by `inference`, then by the shapes of a row
+        # What the loss does with the rows of the batches so far: by `inference`, then by the shapes of a row.
+        self._uses: dict[bool, dict[Any, RowUse]] = {False: {}, True: {}}
         self.called, self.evaluated = TrainSteps(deployer), CalledSteps(deployer, "eval step", "loss_fn")
         self.newest_step: CalledStep | None = None  # the train step that was called last
         self._given = model, model_state  # before they are placed
@@ -127,10 +128,13 @@ class Engine:
         before = self.program
         if before is None:
             self._given = self._agreed(*self._given)
-        trace = None if batch is None else self.task.trace(*self.trees, batch)
+        trace, use = None, UNKNOWN
+        if batch is not None:
+            trace, use = self.task.trace(*self.trees, batch), self.task.row_use_of(*self.trees, batch)
+            warn_of_means(use)
         if plan is None:
             placed = None if before is None else before.plan
-            plan = self.task.plan_on(self.deployer.mesh, self.trees[0], trace, placed=placed)
+            plan = self.task.plan_on(self.deployer.mesh, self.trees[0], trace, use, placed)
         program = make_program(self.task, plan, *self.trees)
         if before is not None:
             self._use(program, trace)
@@ -234,24 +238,23 @@ class Engine:
         use, uses = partial(self._find_row_use, size, inference, is_counted), self._uses[inference]
         return batches(steps, self._pool, size, self.deployer.mesh, check, use=use, uses=uses, **options)
 
+    @property
+    def eval_use(self) -> RowUse | None:
+        """What the loss does with rows in an evaluation, as found for the first batch of one; None before."""
+        return next(iter(self._uses[True].values()), None)
+
     def _find_row_use(self, size: BatchSize, inference: bool, is_counted: bool, batch: PyTree) -> RowUse:
         """Finds what the loss does with the rows of a batch, given as shapes; warns of micro-batches that do not divide. Of
         later shapes it tells what no earlier ones had."""
-        before = [*self._uses[inference].values()]
-        if (first := self.task.rows) is None:
-            use = self.task.row_use_of(*self.trees, batch)
-            warn_of_means(use)
-            self.task = replace(self.task, rows=use)
-        elif not inference:
-            use = self.task.row_use_of(*self.trees, batch)
-            if use.text not in (each.text for each in (first, *before)):
-                self.deployer.console.info(f"rows: {use.text}, for batches with {shapes_text(batch)}")
+        before, use = [*self._uses[inference].values()], self.task.row_use_of(*self.trees, batch, inference=inference)
         if inference:
-            use = self.task.row_use_of(*self.trees, batch, inference=True)
-            self.task = replace(self.task, eval_rows=self.task.eval_rows or use)
             text = eval_text(use, is_counted)
             if text and text not in (eval_text(each, is_counted) for each in before):
                 self.deployer.console.info(text)
+        elif self._knows_loss:  # else the header tells it
+            assert self.program is not None
+            if use.text not in (each.text for each in (self.program.plan.row_use, *before)):
+                self.deployer.console.info(f"rows: {use.text}, for batches with {shapes_text(batch)}")
         if n_rows(batch) == size.examples and use.text not in (each.text for each in before):
             warn_of_uncut_rows(use, size, self.deployer.mesh)
         return use

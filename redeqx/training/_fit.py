@@ -185,7 +185,7 @@ class Fit:
 
     def eval_size(self, examples: Any) -> BatchSize:
         """Returns the sizes of a batch of an evaluation of these; they may depend on what the loss does with rows."""
-        use = self.engine.task.eval_rows or UNKNOWN
+        use = self.engine.eval_use or UNKNOWN
         return self.eval_size_of_loss.evenly(size_of(examples), self.engine.deployer.mesh.size, use)
 
     def first_evaluated(self, examples: Any) -> list[Any]:

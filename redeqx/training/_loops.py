@@ -93,7 +93,7 @@ def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | Non
 def _even_size(engine: Engine, examples: Any, size: BatchSize) -> BatchSize:
     """Returns the sizes of an evaluation's batch: these, or those of `BatchSize.evenly` where the loss allows them."""
     task, n, n_devices = engine.task, size_of(examples), engine.deployer.mesh.size
-    use = task.eval_rows
+    use = engine.eval_use
     if use is None and n and size.evenly(n, n_devices).examples != size.examples:  # so it matters what the loss does
         first = [examples[i] for i in range(min(n, size.examples))]
         with closing(Prefetch(map(partial(collated_shapes, task.collate_fn), [first]))) as shapes:

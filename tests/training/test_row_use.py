@@ -67,11 +67,11 @@ def verdict(monkeypatch):
     calls = []
 
     def set_to(use):
-        def row_use(sums, model, state, batch, *, inference=False):
-            calls.append(((jax.tree.leaves(batch)[0].shape), threading.current_thread()))
+        def find_row_use(task, weights, state, batch, key, *, inference):
+            calls.append((jax.tree.leaves(batch)[0].shape, inference, threading.current_thread()))
             return use
 
-        monkeypatch.setattr(Task, "row_use_of", row_use)
+        monkeypatch.setattr(Task, "find_row_use", find_row_use)
         return calls
 
     return set_to
@@ -452,8 +452,8 @@ def test_the_verdict_is_asked_before_the_first_batch_is_cut(as_examples, n_worke
     trainer = make_trainer(contrastive, collate_fn=collate_fn, workers=redeqx.Workers(n_workers))
     trainer.train(as_examples(DATA[:40]), batch_size=16)
     trainer.eval_loss(list(DATA), batch_size=16)
-    # In training, for the sizes of the evaluation's batches, which may leave no remainder, and before the first of these.
-    assert calls == [((16, 6), threading.main_thread())] * 3
+    # Once each; in an evaluation for the sizes of its batches, which may leave no remainder.
+    assert calls == [((16, 6), inference, threading.main_thread()) for inference in (False, True)]
     assert sorted(collated) == [8] * 2 + [16] * 5  # each step once, and one for the sizes
     assert trainer.step == 3
 
