@@ -53,7 +53,7 @@ types: $(VENV)/.test
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # What is too long for a newcomer's first test, and `parity`: in one session, since each imports all tests for half a minute.
-# `make sweep PART=2/5` takes a fifth of the cases of each test: families, meshes, options.
+# `make sweep PART=2/5` takes every fifth.
 PART ?= 1/1
 sweep: $(VENV)/.sweep
 	$(BIN)/python -m pytest -q $(PYTEST_WORKERS) -m "sweep or parity" --part $(PART)

@@ -85,21 +85,17 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_addoption(parser):
-    about = "of the cases of each long test every N-th, from the K-th on, and at least one; of quick tests all"
-    parser.addoption("--part", default="1/1", metavar="K/N", help=about)
+    parser.addoption(
+        "--part", default="1/1", metavar="K/N", help="of the long tests every N-th, from the K-th on; all quick ones"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
+    """Chooses a part of the long tests. The cases of one test follow each other, so that each part has some of them."""
     items.sort(key=lambda item: RANKS.get(str(item.path), len(RANKS)))
     part, n_parts = map(int, config.option.part.split("/"))
-    cases = {}
-    for item in items:
-        if item.get_closest_marker("sweep") or item.get_closest_marker("parity"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left_out = set()
-    for of_test in cases.values():
-        n = min(n_parts, len(of_test))
-        left_out |= {item for i, item in enumerate(of_test) if i % n != (part - 1) % n}
+    long = [item for item in items if item.get_closest_marker("sweep") or item.get_closest_marker("parity")]
+    left_out = {item for i, item in enumerate(long) if i % n_parts != part - 1}
     config.hook.pytest_deselected(items=[*left_out])
     items[:] = [item for item in items if item not in left_out]
 
