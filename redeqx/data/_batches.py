@@ -52,7 +52,7 @@ def batches(
     mesh: Mesh,
     check: RowCheck | None = None,
     *,
-    use: RowUse | Callable[[PyTree], RowUse] = UNKNOWN,
+    find_use: Callable[[PyTree], RowUse] | None = None,
     uses: dict[Any, RowUse] | None = None,
     checks_end: bool = False,
     depth: int = 2,
@@ -66,16 +66,16 @@ def batches(
     - `pool`: calls `collate_fn`, for several steps at once; without workers, the thread itself calls it.
     - `check`: in a run of several processes, compares their batches, in that thread. Each process collates the rows that
         its devices need; if rows have different shapes, it collates all rows of a step, as a single process does.
-    - `use`: what the loss does with rows, on which the micro-batches depend; or a function that finds it, called in the
-        caller's thread with the shapes of all rows of the first step that has them, if `uses` lacks these.
+    - `find_use`: finds what the loss does with rows, on which the micro-batches depend; called in the caller's thread with
+        the shapes of all rows of the first step that has them, if `uses` lacks these. Without it, nothing is known.
     - `uses`: what was found, by the shapes of a row, for this pass and later ones. If it is empty, the first step is read
         and collated in the caller's thread.
     - `checks_end`: whether `check` is also called after the last step, with no rows and 0.
     - `depth`: the number of batches that are prepared ahead; with 0 there is no thread.
     """
-    work = _Pass(enumerate(steps), pool, size, mesh, check, use, {} if uses is None else uses, is_update=not depth)
+    work = _Pass(enumerate(steps), pool, size, mesh, check, find_use, {} if uses is None else uses, is_update=not depth)
     head = []
-    if not isinstance(use, RowUse) and not work.uses:
+    if find_use is not None and not work.uses:
         Prefetch.pause_others()
         head = list(work.first())
     return Prefetch(work.every(head, checks_end=checks_end), depth)
@@ -105,7 +105,7 @@ class _Pass:
     size: BatchSize
     mesh: Mesh
     check: RowCheck | None
-    find: RowUse | Callable[[PyTree], RowUse]
+    find_use: Callable[[PyTree], RowUse] | None
     uses: dict[Any, RowUse]
     is_update: bool  # whose only step tells nothing of others
     collates_whole: bool = False  # all rows of a step
@@ -137,9 +137,7 @@ class _Pass:
     def begun(self, i: int, step: Slice, use: RowUse | None = None) -> _Step:
         """Reads the examples of a step that this process needs, and starts to collate them; without `use`, as if the loss
         does with its rows what it does with the newest shapes."""
-        if use is None:
-            use = self.find if isinstance(self.find, RowUse) else ([UNKNOWN, *self.uses.values()][-1])
-        rows = self.needed_rows(i, step, use)
+        rows = self.needed_rows(i, step, use or [UNKNOWN, *self.uses.values()][-1])
         examples = read(step.examples, rows, step.places)
         return _Step(i, step, rows, [step.places[row] for row in rows], examples, self.pool.start(examples))
 
@@ -183,14 +181,14 @@ class _Pass:
 
     def known_use(self, batch: PyTree) -> RowUse | None:
         """Returns what the loss does with the rows of a batch; None if that is to be found."""
-        return self.find if isinstance(self.find, RowUse) else self.uses.get(_shapes(batch))
+        return UNKNOWN if self.find_use is None else self.uses.get(_shapes(batch))
 
     def use_of(self, given: _Step, batch: PyTree) -> RowUse:
         """Returns what the loss does with the rows of a batch, and finds it for rows of new shapes."""
         use = self.known_use(batch)
         if use is None:
-            assert not isinstance(self.find, RowUse)
-            use = self.uses[_shapes(batch)] = self.find(with_rows(batch, len(given.step.examples)))
+            assert self.find_use is not None
+            use = self.uses[_shapes(batch)] = self.find_use(with_rows(batch, len(given.step.examples)))
         return use
 
     def cut(self, i: int, step: Slice, use: RowUse) -> tuple[Group, ...]:

@@ -235,8 +235,8 @@ class Engine:
         known."""
         peers = self.deployer.peers
         check = None if peers.n == 1 else RowCheck(peers, self.deployer.console.info)
-        use, uses = partial(self._find_row_use, size, inference, is_counted), self._uses[inference]
-        return batches(steps, self._pool, size, self.deployer.mesh, check, use=use, uses=uses, **options)
+        find, uses = partial(self._find_row_use, size, inference, is_counted), self._uses[inference]
+        return batches(steps, self._pool, size, self.deployer.mesh, check, find_use=find, uses=uses, **options)
 
     @property
     def eval_use(self) -> RowUse | None:

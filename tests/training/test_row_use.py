@@ -462,7 +462,8 @@ def test_a_repeated_micro_batch_would_count_in_values_of_the_whole_batch():
     mesh, size = make_mesh(1, 1), BatchSize(16, 8, asked=2)
     shapes = {}
     for kind in ("separable", "after"):
-        with closing(batches(slices(DATA[:24], 16), CollatePool(np.stack), size, mesh, use=RowUse(kind, 0))) as upcoming:
+        given = slices(DATA[:24], 16), CollatePool(np.stack), size, mesh
+        with closing(batches(*given, find_use=lambda shapes, kind=kind: RowUse(kind, 0))) as upcoming:
             shapes[kind] = [batch.groups[0].shape[:2] for batch in upcoming]
     assert shapes == {"separable": [(2, 8), (2, 8)], "after": [(2, 8), (1, 8)]}
 
@@ -474,7 +475,7 @@ def test_an_error_of_the_verdict_ends_the_thread_that_reads():
 
     n_before = threading.active_count()
     with pytest.raises(ValueError, match="no"):
-        batches(slices(DATA[:24], 16), CollatePool(np.stack), BatchSize(16, 8), make_mesh(1, 1), use=fails)
+        batches(slices(DATA[:24], 16), CollatePool(np.stack), BatchSize(16, 8), make_mesh(1, 1), find_use=fails)
     assert threading.active_count() == n_before
 
 
@@ -482,7 +483,7 @@ def test_no_examples_ask_for_no_verdict():
     def use(shapes):
         pytest.fail("asked")
 
-    with closing(batches(iter(()), CollatePool(np.stack), BatchSize(16, 8), make_mesh(1, 1), use=use)) as upcoming:
+    with closing(batches(iter(()), CollatePool(np.stack), BatchSize(16, 8), make_mesh(1, 1), find_use=use)) as upcoming:
         assert list(upcoming) == []
 
 
