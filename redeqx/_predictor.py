@@ -21,6 +21,7 @@ from .distributed import RowCheck, agree_on_examples
 from .errors import (
     REDCO_PREDICTOR,
     REDCO_PREDICTOR_ARGUMENTS,
+    Once,
     RedcoNames,
     check_alike,
     check_alive,
@@ -91,7 +92,7 @@ class Predictor(RedcoNames):
         if model is not None:
             check_model(model)
             check_model_function(pred_fn, "pred_fn", has_state=model_state is not None)
-        check_state(model_state, "model_state")
+        check_state(model_state)
         check_function(collate_fn, "collate_fn", ["examples"])
         if output_fn is not None:
             check_function(output_fn, "output_fn", ["outputs"])
@@ -112,7 +113,7 @@ class Predictor(RedcoNames):
         self._placed: tuple[PyTree, PyTree] | None = None
         self._read: Callable[[Plan], PyTree] | None = None  # reads the model, of which `_model` has the shapes
         self._engine: Engine | None = None  # of the Trainer whose model this is
-        self._said: list[str] = []  # of outputs that depend on the batch size
+        self._say_mixed = Once(deployer.console.info)
 
     @classmethod
     @filter_traceback
@@ -362,17 +363,16 @@ class Predictor(RedcoNames):
     def _make_step(self, structure: Structure, plan: Plan, state: PyTree, *, named: bool = False) -> Callable[..., Any]:
         predict = self._prediction(structure, state)
         options = xla_settings(plan.mesh, self._deployer.xla_settings).options
-        judged = partial(_say_mixed, self._deployer.console.info, self._said)  # no method: in a cycle, arrays would stay
+        judged = partial(_say_mixed, self._say_mixed)  # no method: in a cycle, arrays would stay
         return make_predict_step(structure, plan, self._compute, predict, named=named, options=options, judged=judged)
 
 
-def _say_mixed(say: Callable[[str], None], said: list[str], use: RowUse) -> None:
-    """Says once if an output of a row depends, or may depend, on the batch in which it is."""
-    if not said and (use.draws or not use.is_exact):
+def _say_mixed(say: Callable[[str], None], use: RowUse) -> None:
+    """Says if an output of a row depends, or may depend, on the batch in which it is."""
+    if use.draws or not use.is_exact:
         depend = "may depend" if use.kind == "unknown" else "depend"
         text = "; ".join([*([] if use.is_exact else [use.text]), *use.draws])
-        said.append(f"prediction: the outputs {depend} on the batch size. Rows: {text}")
-        say(said[0])
+        say(f"prediction: the outputs {depend} on the batch size. Rows: {text}")
 
 
 def _on_host(x: Any) -> np.ndarray:

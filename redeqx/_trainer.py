@@ -114,7 +114,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         dtypes.check(deployer.mesh)
         check_type(workers, Workers, "workers")
         check_model(model)
-        check_state(model_state, "model_state")
+        check_state(model_state)
         check_optimizer(optimizer)
         check_function(collate_fn, "collate_fn", ["examples"])
         has_state, self._weak = model_state is not None, weak_types(model_state)

@@ -25,7 +25,7 @@ from jaxtyping import PyTree
 
 from .._tree import listed, nearest
 from ..distributed import Peers
-from ..errors import DamagedError, brief, brief_name, warn
+from ..errors import DamagedError, Once, brief, brief_name, warn
 from ..storage import Location, StoreError, StorePath, exists, location
 from ._base import Base
 from ._manifest import (
@@ -64,7 +64,7 @@ class CheckpointFolder:
         # Whether this process sees what the others write; on a disk this is unknown before a save.
         self._sees_all = self._peers.n == 1 or isinstance(folder, StorePath)
         self.damaged: dict[Location, DamagedError] = {}  # `save` does not count these among those it keeps
-        self._has_warned = False  # of a damaged index
+        self._warn_of_index = Once(warn)
 
     def index(self) -> dict[str, str]:
         """Returns the name of the checkpoint for each tag (`"last"`, ...).
@@ -91,10 +91,8 @@ class CheckpointFolder:
                 rebuilt |= dict.fromkeys([*manifest.tags, "last"], name)
             else:
                 without.append(name)
-        if not self._has_warned:
-            self._has_warned = True
-            rest = f", without {', '.join(listed(without, 3))}" if without else ""
-            warn(f"{problem} It is rebuilt from the checkpoints that are complete{rest}.")
+        rest = f", without {', '.join(listed(without, 3))}" if without else ""
+        self._warn_of_index(f"{problem} It is rebuilt from the checkpoints that are complete{rest}.")
         return {**rebuilt, **index}
 
     def names(self) -> list[str]:

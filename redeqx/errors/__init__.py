@@ -52,6 +52,7 @@ from ._untrusted import (
 )
 from ._user_code import (
     FilteredTraceback as FilteredTraceback,
+    Once as Once,
     RemoteTraceback as RemoteTraceback,
     check_not_traced as check_not_traced,
     example_note as example_note,

@@ -247,17 +247,17 @@ def check_alive(tree: Any, name: str, advice: str = _AFTER_A_STEP) -> None:
     )
 
 
-def check_state(state: Any, name: str) -> None:
-    """Raises TypeError if a leaf of a model's state is no array, such as the activation of a teacher network; ValueError as
+def check_state(state: Any) -> None:
+    """Raises TypeError if a leaf of `model_state` is no array, such as the activation of a teacher network; ValueError as
     `check_alive`."""
-    check_alive(state, name)
+    check_alive(state, "model_state")
     for path, leaf in named_leaves(state).items():
         if is_array_like(leaf):
             continue
         advice = "Pass `jnp.asarray(...)`"
         if not eqx.is_array_like(leaf):
             advice = "Pass `eqx.filter(state, eqx.is_array)`, and combine it with the rest where it is used: `eqx.combine`"
-        raise wrong_type(f"{name}` leaf `{path}", "an array", leaf, advice)
+        raise wrong_type(f"model_state` leaf `{path}", "an array", leaf, advice)
 
 
 def check_key(key: Any) -> None:

@@ -121,6 +121,18 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
+class Once:
+    """Says something once: passes the first message to `say`, such as `warn`, and drops those after it."""
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say, self._has_said = say, False
+
+    def __call__(self, message: str) -> None:
+        if not self._has_said:
+            self._has_said = True
+            self._say(message)
+
+
 class FilteredTraceback:
     """A context manager that filters the tracebacks of errors: the script's line and the user's functions remain.
 

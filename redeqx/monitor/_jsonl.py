@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
-from ..errors import brief, warn
+from ..errors import Once, brief, warn
 from ..storage import fsync_folder, open_new, open_old, read_file, remove_foreign, write_file
 
 _ROOM = 2**26  # bytes of lines that wait for a full disk; above this the oldest are dropped
@@ -30,7 +30,7 @@ class JsonLines:
         self._path = path
         self._file: IO[bytes] | None = None
         self._waiting = b""  # lines that are not in the file yet
-        self._has_warned = False
+        self._warn_of_disk = Once(warn)
         self._alive.add(self)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -41,12 +41,10 @@ class JsonLines:
         try:
             self._write_waiting()
         except OSError as error:
-            if not self._has_warned:
-                self._has_warned = True
-                warn(
-                    f"`{self._path}`: expected to record, got {error.strerror or error}. Training goes on; what is missing "
-                    "is kept, and written when there is room."
-                )
+            self._warn_of_disk(
+                f"`{self._path}`: expected to record, got {error.strerror or error}. Training goes on; what is missing is "
+                "kept, and written when there is room."
+            )
 
     def _write_waiting(self) -> None:
         if self._file is None:

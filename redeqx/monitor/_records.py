@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from ..errors import brief, warn
+from ..errors import Once, brief, warn
 from ._delivery import Delivery
 from ._goodput import Goodput
 from ._jsonl import JsonLines, prefix_of, to_json
@@ -49,7 +49,7 @@ class Records:
         self._rewound: set[str | None] = set()  # the names of the trainers whose earlier records were rewound
         self._has_timed = False  # whether this process has recorded times
         self._media: dict[str, str] = {}  # the name of each file of an image or a text
-        self._has_warned = False  # of a medium that cannot be written
+        self._warn_of_medium = Once(warn)
 
     def step(
         self,
@@ -138,11 +138,9 @@ class Records:
             try:
                 medium.write(self._workdir / "media")
             except OSError as error:
-                if not self._has_warned:
-                    self._has_warned = True
-                    warn(
-                        f"`{self._workdir / 'media'}`: expected to record, got {error.strerror or error}. Training goes on."
-                    )
+                self._warn_of_medium(
+                    f"`{self._workdir / 'media'}`: expected to record, got {error.strerror or error}. Training goes on."
+                )
         for delivery in self._deliveries:
             delivery.record(medium)
         for logger in self._objects:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from .._version import __version__
 from ..checkpoint import CheckpointFolder, CheckpointManager, check_savable, find_checkpoint
-from ..errors import DamagedError, warn
+from ..errors import DamagedError, Once, warn
 from ..storage import Location, location
 from ._engine import Engine
 from ._handlers import Callbacks, states_of_record, states_to_record
@@ -48,7 +48,8 @@ class Checkpointer:
         self._next: Literal["look", "begin", "go on"] = "look"
         self._is_resumed = False  # whether `progress` is that of an earlier process
         self._kept_step = 0  # the step of the newest save from which a run resumes, or of the checkpoint that was loaded
-        self._keep_last, self._has_warned = 2, False  # as in the newest save or fit; of updates that were taken before
+        self._keep_last = 2  # as in the newest save or fit
+        self._warn_of_repeated = Once(warn)
         self.origins = Origins(task.structure, engine.trees[0], deployer.console.info)
         self.checkpoints = None
         if deployer.workdir is not None:
@@ -298,9 +299,8 @@ class Checkpointer:
         if self.checkpoints is None:
             return
         self.checkpoints.check()
-        if self._is_ahead and not self._has_warned:
-            self._has_warned = True
-            warn(
+        if self._is_ahead:
+            self._warn_of_repeated(
                 f"`workdir`: expected an update before fit {self.fit_index + 1} of the run, got a run that has begun that "
                 f"fit, and was at step {self.engine.step - 1}: this update is taken twice. Guard updates between fits by "
                 "the step: `while trainer.step < ...`."

@@ -10,7 +10,7 @@ import numpy as np
 
 from .._tree import listed, named_leaves
 from ..data import Batch
-from ..errors import warn
+from ..errors import Once, warn
 from ..monitor import Work
 from ..steps import UNMOVED
 from ..tracing import Body, Trace, called
@@ -54,7 +54,7 @@ class Metrics:
         self.last: dict[str, float] = {}  # of the newest update that has been read
         self._log, self._max_skipped = log, max_skipped  # None if steps skip none
         self._n_skipped_in_a_row = 0
-        self._has_warned = False  # of parameters that do not move
+        self._warn_of_unmoved = Once(warn)
         self._broken_at: int | None = None  # the step whose update left the parameters not finite
         self._unread: deque[Queued] = deque()
 
@@ -99,9 +99,8 @@ class Metrics:
             self.n_skipped += 1
             text = f"skipped, as `{name}` is {metrics[name]}; {self.n_skipped} so far"
             self._log(f"step {update.step}: {text}")
-        elif not self._has_warned and unmoved > _MOST_UNMOVED:
-            self._has_warned = True
-            warn(
+        elif unmoved > _MOST_UNMOVED:
+            self._warn_of_unmoved(
                 f"`model`: expected 16-bit parameters that updates change, got {unmoved:.0%} of the updates of "
                 f"step {update.step} lost: each is less than half of its parameter's last digit. Pass "
                 "`compute=redeqx.Precision(parameters='bfloat16')`, which keeps float32 copies of them, add "
