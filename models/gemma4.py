@@ -2,7 +2,7 @@
 
 Layers with a window have smaller heads. In the larger models, values of the others are their keys; in the smaller ones, the
 last layers attend to keys and values of earlier ones, and each layer has an embedding of its own. One model has experts
-beside its MLPs. Folders of `gemma4` also have encoders of images and sound: only their text model is read.
+beside its MLPs. Folders of `gemma4` and `gemma4_unified` also read images and sound: only their text model is here.
 
 Source: the models' cards, and *Gemma 3n*, for the embeddings of each layer.
 """
@@ -37,11 +37,14 @@ _EXPERTS = {
     "experts.gate_up_proj": Experts(("mlp.experts.experts.gate", "mlp.experts.experts.up"), ends=("", "_bias")),
     "experts.down_proj": Experts(("mlp.experts.experts.down",), ends=("", "_bias")),
 }
-# In folders of `gemma4`: the encoders, and the name of the text model.
-_ENCODERS = ("model.vision_tower.*", "model.embed_vision.*", "model.audio_tower.*", "model.embed_audio.*")
+# In folders of larger models: the encoders, and the name of the text model.
+_ENCODERS = tuple(
+    f"model.{name}.*" for name in ("vision_tower", "vision_embedder", "embed_vision", "audio_tower", "embed_audio")
+)
 _ALIASES = ((r"^model\.language_model\.", "model."),)
 _LARGE = {"n_positions": 262144, "window": 1024, "keys_are_values": True, "d_layer_input": 0}
 _PROPORTIONAL = ProportionalScaling(0.25)
+_WITHOUT = {"d_layer_input", "n_layer_inputs", "n_experts", "use_bidirectional_attention"}
 
 
 @dataclass(frozen=True)
@@ -125,3 +128,30 @@ class Gemma4(Decoder, config=Gemma4Config, init=False):
     """A Gemma 4 for text, from token ids to the logits of each next token. See `Decoder`."""
 
     model_types = ("gemma4_text", "gemma4")
+
+
+@dataclass(frozen=True)
+class Gemma4UnifiedConfig(Gemma4Config):
+    """The sizes of a Gemma 4 for text whose images have no encoder of their own. It has neither experts nor embeddings of
+    each layer. The defaults are those of transformers. See `DecoderConfig`."""
+
+    n_positions = 262144
+    window = 1024
+    d_layer_input, n_layer_inputs = 0, None
+
+    model_type = "gemma4_unified_text"
+    rows = (
+        *(row for row in Gemma4Config.rows if _WITHOUT.isdisjoint((*row.keys, getattr(row, "key", "")))),
+        Only("use_bidirectional_attention", "vision", None),
+    )
+
+    @classmethod
+    def stem(cls) -> str:
+        """Returns the start of the names of transformers' classes."""
+        return "Gemma4Unified"
+
+
+class Gemma4Unified(Decoder, config=Gemma4UnifiedConfig, init=False):
+    """A Gemma 4 for text of that kind, from token ids to the logits of each next token. See `Decoder`."""
+
+    model_types = ("gemma4_unified_text", "gemma4_unified")

@@ -83,3 +83,5 @@ class GPT2(Decoder, config=GPT2Config, init=False):
     N(0, `init_std`²), positions N(0, (`init_std` / 2)²), layers that add to the residual stream scaled by `1 / sqrt(2 *
     n_layers)`, biases 0, norms 1.
     """
+
+    model_types = ("gpt2", "gpt-sw3")  # the latter is the same model with another tokenizer

@@ -21,6 +21,7 @@ from ._mixer_rows import (
     DELTA as DELTA,
     OLDER as OLDER,
     DrawnSteps as DrawnSteps,
+    MixedLayers as MixedLayers,
     MixerLayers as MixerLayers,
     ScanWidth as ScanWidth,
     StateHeads as StateHeads,

@@ -172,7 +172,8 @@ class Block(eqx.Module):
             self.mlp = MlpAndExperts(config, d_mlp=d_mlp, key=mlp_key)
         else:
             self.mlp = _experts(config, mlp_key)
-        self.mlp_post_norm = make() if has_post else None
+        norms_experts = config.norms_experts and isinstance(self.mlp, MixtureOfExperts)
+        self.mlp_post_norm = make() if has_post or norms_experts else None
         has_input = config.d_layer_input > 0
         self.layer_input = LayerInput(config, key=jax.random.fold_in(key, 1)) if has_input else None
         self.layer_scale = jnp.ones(1) if config.has_layer_scale else None
@@ -307,6 +308,8 @@ def _experts(config: DecoderConfig, key: PRNGKeyArray) -> MixtureOfExperts:
         n_chosen_groups=config.n_chosen_groups,
         d_shared=config.d_shared,
         gates_shared=config.gates_shared,
+        averages_shared=config.averages_shared,
+        by_logits=config.chooses_by_logits,
         init_std=config.init_std,
         key=key,
     )

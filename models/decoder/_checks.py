@@ -21,7 +21,7 @@ def check_values(config: Any) -> None:
     check_sizes(config, *(name for name in optional if getattr(config, name) is not None))
     check_rates(config, "embedding_dropout", "attention_dropout", "residual_dropout", "classifier_dropout")
     check_choice(config, "activation", config.activations)
-    check_choice(config, "norm", ("rms", "offset_rms", "layer", "offset_layer", "plain_layer"))
+    check_choice(config, "norm", ("rms", "offset_rms", "plain_rms", "layer", "offset_layer", "plain_layer"))
     check_choice(config, "norm_places", ("pre", "post", "both", "sum"))
     _check_attention(config)
     if config.n_chosen > config.n_experts:

@@ -86,8 +86,8 @@ class DecoderConfig(FolderConfig):
     - `local_rope_theta`: the base in layers with a window, without scaling; None if they do as the others.
     - `unrotated_layers`: the indices of the layers without rotary positions; None for those of the family.
     - `is_interleaved`: whether rotary positions pair each even dim with the next, instead of the halves of the dims.
-    - `norm`: `"rms"`, `"layer"`, `"offset_rms"`, `"offset_layer"` (the weight is the scale minus one), or `"plain_layer"`
-        (without leaves).
+    - `norm`: `"rms"`, `"layer"`, `"offset_rms"`, `"offset_layer"` (the weight is the scale minus one), or `"plain_rms"`,
+        `"plain_layer"` (without leaves).
     - `norm_bias`: whether layer norms have biases.
     - `norm_eps`: added to the mean square, or variance, in norms.
     - `norm_places`: where the norms of a block are: `"pre"`, before attention and MLP; `"post"`, after them, before their
@@ -110,8 +110,8 @@ class DecoderConfig(FolderConfig):
     - `renormalize`: whether the weights of the chosen experts are divided by their sum.
     - `router_score`, `router_jitter`, `router_scale`, `has_correction`, `n_expert_groups`, `n_chosen_groups`: how a router
         chooses experts, and weighs them.
-    - `d_shared`, `gates_shared`: the inner width of the expert that all tokens are sent to; 0 for none; and whether it is
-        gated.
+    - `d_shared`, `gates_shared`, `averages_shared`: the inner width of the expert that all tokens are sent to; 0 for none;
+        whether it is gated; and whether its output and that of the others are averaged, not added.
     - `expert_bias`, `expert_limit`: whether routers and experts have biases, and the limit of experts' gates.
     - `residual_scale`: the factor of what each layer adds to the residual stream.
     - `factors`: further factors in each layer.
@@ -218,6 +218,7 @@ class DecoderConfig(FolderConfig):
     n_chosen_groups: int = 1
     d_shared: int = 0
     gates_shared: bool = False
+    averages_shared: bool = False
     expert_bias: bool = False
     expert_limit: float | None = None
     residual_scale: float = 1.0
@@ -253,12 +254,16 @@ class DecoderConfig(FolderConfig):
     window_period: ClassVar[int | None] = None  # the n of "every n-th layer has no window"
     unrotated_period: ClassVar[int | None] = None  # the same for rotary positions
     rotates_windows_only: ClassVar[bool] = False  # layers without a window have no rotary positions
+    rotates_back: ClassVar[bool] = False  # rotary angles are negative
     mixer_activation: ClassVar[str | None] = None  # after the convolutions of a mixer; None for that of the MLP
     attention_period: ClassVar[int | None] = None  # the n of "every n-th layer has attention", others a mixer; 0 for none
     has_one_part: ClassVar[bool] = False  # layers have attention or a mixer, or an MLP or experts, and no more
     activations: ClassVar[tuple[str, ...]] = tuple(ACTIVATIONS)  # those that the family has
     by_kind: ClassVar[bool] = False  # layers differ in more than windows and positions: see `LayerKind`
     scales_bias: ClassVar[bool] = False  # biases of scores are scaled as scores are, and rounded to bfloat16
+    norms_experts: ClassVar[bool] = False  # what experts return is normalized, not what an MLP does
+    chooses_by_logits: ClassVar[bool] = False  # experts are chosen by logits, to which corrections are added, not by scores
+    gates_heads: ClassVar[bool] = False  # a gated attention has one gate for each head, not for each number
     router_eps: ClassVar[float] = 1e-20  # added to the sum of sigmoids that weights are divided by
     wide_routers: ClassVar[tuple[str, ...]] = ()  # of routers, what is float32 in models of 16 bits
     # Added to the mean square in the norms of latent vectors, and in those of a Mamba-1 that have no weights.

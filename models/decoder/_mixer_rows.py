@@ -46,6 +46,45 @@ class MixerLayers(Row):
         return {"layer_types": [self.kind if is_mixer else "full_attention" for is_mixer in config.mixers]}
 
 
+@dataclass(frozen=True)
+class MixedLayers(Row):
+    """The layers with a mixer in place of attention, and those whose attention has a window.
+
+    **Arguments:**
+
+    - `kind`: the name of the first ones in `layer_types`.
+    """
+
+    kind: str
+
+    keys = MappingProxyType({"window": "sliding_window", "windowed_layers": "layer_types", "mixer_layers": "layer_types"})
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        n_layers, config_class = known["n_layers"], known["config_class"]
+        usual = config_class.default_mixers(n_layers), config_class.default_layers(n_layers)
+        window = reader.get("sliding_window", None if reader.has("sliding_window") else known["window"], SIZE)
+        types = reader.get("layer_types", []) or self._types(n_layers, *usual)
+        accepted = (self.kind, "full_attention", *(["sliding_attention"] if window is not None else []))
+        if len(types) != n_layers or not all(kind in accepted for kind in types):
+            raise reader.refuse("layer_types", types, f"{' or '.join(accepted)} for each of {n_layers} layers")
+        mixers, windowed = (
+            tuple(i for i, kind in enumerate(types) if kind == name) for name in (self.kind, "sliding_attention")
+        )
+        return {
+            "window": window,
+            "windowed_layers": None if window is None or windowed == usual[1] else windowed,
+            "mixer_layers": None if mixers == usual[0] else mixers,
+        }
+
+    def write(self, config: Any) -> dict[str, Any]:
+        mixers, windowed = ([i for i, has in enumerate(layers) if has] for layers in (config.mixers, config.windows))
+        return {"sliding_window": config.window, "layer_types": self._types(config.n_layers, mixers, windowed)}
+
+    def _types(self, n_layers: int, mixers: Sequence[int], windowed: Sequence[int]) -> list[str]:
+        kinds = {**dict.fromkeys(windowed, "sliding_attention"), **dict.fromkeys(mixers, self.kind)}
+        return [kinds.get(i, "full_attention") for i in range(n_layers)]
+
+
 def _every_other(reader: ConfigReader, known: Mapping[str, Any]) -> Sequence[int]:
     """Returns the indices of the layers with attention if the file has at most their distance."""
     period = reader.get("full_attention_interval", known["config_class"].attention_period, SIZE)

@@ -38,8 +38,8 @@ Norm = eqx.nn.RMSNorm | eqx.nn.LayerNorm
 
 def make_norm(config: DecoderConfig, size: int) -> Norm:
     """Returns a norm of the config's kind."""
-    if config.norm == "rms":
-        return eqx.nn.RMSNorm(size, eps=config.norm_eps, use_bias=False)
+    if config.norm in ("rms", "plain_rms"):
+        return eqx.nn.RMSNorm(size, eps=config.norm_eps, use_weight=config.norm == "rms", use_bias=False)
     if config.norm == "offset_rms":
         return OffsetRMSNorm(size, eps=config.norm_eps)
     if config.norm == "offset_layer":
@@ -69,6 +69,11 @@ def make_attention(config: DecoderConfig, key: PRNGKeyArray, kind: LayerKind | N
     def project(n_heads: int, key: PRNGKeyArray) -> eqx.nn.Linear:
         return normal_linear(d, n_heads * size, std=std, use_bias=config.attention_bias, key=key)
 
+    def make_gate(key: PRNGKeyArray) -> eqx.nn.Linear:
+        if config.gates_heads:
+            return normal_linear(d, config.n_heads, std=std, use_bias=False, key=key)
+        return project(config.n_heads, key)
+
     def head_norm(n_heads: int) -> Norm | None:
         sizes = {"head": size, "all": n_heads * size}
         return None if config.head_norm is None else make_norm(config, sizes[config.head_norm])
@@ -86,7 +91,7 @@ def make_attention(config: DecoderConfig, key: PRNGKeyArray, kind: LayerKind | N
         key_norm=head_norm(groups) if has_keys else None,
         cap=config.attention_cap,
         sinks=jnp.zeros(config.n_heads) if config.has_sinks else None,
-        gate=project(config.n_heads, jax.random.fold_in(q_key, 1)) if config.gates_attention else None,
+        gate=make_gate(jax.random.fold_in(q_key, 1)) if config.gates_attention else None,
         clip=config.attention_clip,
         rotates_first=config.norms_rotated,
         value_norm=_plain_norm(config, size) if has_keys and config.has_value_norm else None,

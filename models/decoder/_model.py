@@ -363,7 +363,8 @@ class Decoder(Pretrained):
         growth, factors = self.config.query_growth, None
         if growth:
             factors = 1 + growth * jnp.log1p(positions // self.config.rope_scaling.n_original)[:, None, None]
-        return *rotation(positions, *rope, length=length, segments=segments), factors
+        cos, sin = rotation(positions, *rope, length=length, segments=segments)
+        return cos, -sin if self.config.rotates_back else sin, factors
 
     def _no_routing(self) -> Routing | None:
         """Returns the start of the sum over layers."""

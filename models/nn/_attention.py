@@ -211,7 +211,7 @@ class Attention(eqx.Module):
     key_norm: eqx.nn.RMSNorm | eqx.nn.LayerNorm | None = None
     cap: float | None = eqx.field(static=True, default=None)  # scores are `cap * tanh(score / cap)`; None for no cap
     sinks: Float[Array, "*layers heads"] | None = None  # a score of each head that takes weight, and has no value
-    gate: eqx.nn.Linear | None = None  # what heads return is multiplied with its sigmoid, before `output`
+    gate: eqx.nn.Linear | None = None  # its sigmoid multiplies what heads return: each number, or each head
     value_norm: eqx.nn.RMSNorm | None = None  # of each head's values
     clip: float | None = eqx.field(static=True, default=None)  # the largest size of projected numbers; None for no limit
     rotates_first: bool = eqx.field(static=True, default=False)  # rotary positions come before norms
@@ -299,9 +299,11 @@ class Attention(eqx.Module):
         mixed = mix_values(
             queries, keys, values, mask, scale, bias=bias, cap=self.cap, sinks=self.sinks, dropout=self.dropout, key=key
         )
-        mixed = rearrange(mixed, "seq heads size -> seq (heads size)")
+        if self.gate is not None:
+            gates = jax.nn.sigmoid(linear(self.gate, x))  # their size is 1 if each head has one
+            mixed *= rearrange(gates, "seq (heads size) -> seq heads size", heads=self.n_heads)
         assert self.output is not None
-        return linear(self.output, mixed if self.gate is None else mixed * jax.nn.sigmoid(linear(self.gate, x)))
+        return linear(self.output, rearrange(mixed, "seq heads size -> seq (heads size)"))
 
 
 def attend_jointly(

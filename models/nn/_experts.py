@@ -111,10 +111,12 @@ class MixtureOfExperts(eqx.Module):
     - `has_correction`: whether a number for each expert is added to its score when experts are chosen, but not to its weight
         (DeepSeek-V3). Its gradient is the number of choices above the mean, so an optimizer that uses the sign alone, or
         Adam, balances the experts without a balance loss. `add_routing` adds it.
+    - `by_logits`: whether experts are chosen by logits, to which the correction is added, instead of scores, as in Kolibri.
     - `wide`: the fields that 16-bit models keep in float32, `"router"` and `"correction"` in DeepSeek. A router that is not
         among them rounds its logits as all layers do, as in Mixtral.
     - `d_shared`: the inner width of an expert that every token is sent to besides; 0 for none.
     - `gates_shared`: whether its output is multiplied with a number for each token, as in Qwen2-MoE.
+    - `averages_shared`: whether the output is the mean of its output and of the others', as in Command A+.
     - `capacity_factor`: an expert takes up to so many times the mean number of a sequence's choices, first tokens first. The
         others are dropped, and counted. None drops nothing.
     - `init_std`: standard deviation of the initial weights.
@@ -137,6 +139,8 @@ class MixtureOfExperts(eqx.Module):
     eps: float = eqx.field(static=True)
     scale: float = eqx.field(static=True)
     wide: tuple[str, ...] = eqx.field(static=True)
+    averages_shared: bool = eqx.field(static=True)
+    by_logits: bool = eqx.field(static=True)
     n_groups: int = eqx.field(static=True)
     n_chosen_groups: int = eqx.field(static=True)
     capacity_factor: float | None = eqx.field(static=True)
@@ -164,6 +168,8 @@ class MixtureOfExperts(eqx.Module):
         n_chosen_groups: int = 1,
         d_shared: int = 0,
         gates_shared: bool = False,
+        averages_shared: bool = False,
+        by_logits: bool = False,
         capacity_factor: float | None = None,
         init_std: float = 0.02,
         key: PRNGKeyArray,
@@ -205,6 +211,7 @@ class MixtureOfExperts(eqx.Module):
         self.n_chosen, self.score, self.jitter, self.renormalize, self.eps = n_chosen, score, jitter, renormalize, eps
         self.scale, self.wide, self.capacity_factor = scale, wide, capacity_factor
         self.n_groups, self.n_chosen_groups = n_groups, n_chosen_groups
+        self.averages_shared, self.by_logits = averages_shared, by_logits
 
     def __call__(
         self,
@@ -242,6 +249,7 @@ class MixtureOfExperts(eqx.Module):
             with jax.named_scope("shared_expert"):
                 shared = self.shared(x)
                 y += shared if self.shared_gate is None else jax.nn.sigmoid(linear(self.shared_gate, x)) * shared
+                y = y / 2 if self.averages_shared else y
         return y, self._routing(logits, scores, wanted, placed, mask)
 
     def keeps_float32(self, dtype: Any) -> tuple[str, ...]:
@@ -270,7 +278,8 @@ class MixtureOfExperts(eqx.Module):
         self, logits: Float[Array, "*dims seq experts"], scores: Float[Array, "*dims seq experts"]
     ) -> tuple[Int[Array, "*dims seq chosen"], Float[Array, "*dims seq chosen"]]:
         """Returns the indices of the chosen experts, and the weights of their outputs."""
-        corrected = scores if self.correction is None else scores + self.correction.astype(scores.dtype)
+        corrected = logits if self.by_logits else scores
+        corrected = corrected if self.correction is None else corrected + self.correction.astype(scores.dtype)
         chosen = _largest(self._limit_groups(jax.lax.stop_gradient(corrected)), self.n_chosen)
         if self.score == "sparsemixer":
             weights = _mixed(logits, chosen, self.jitter)

@@ -14,9 +14,12 @@ import redeqx
 from redeqx.models import cross_entropy, from_pretrained, save_pretrained
 from redeqx.models._families import MODELS
 from redeqx.models.apertus import ApertusConfig
+from redeqx.models.aria import AriaText
+from redeqx.models.axk1 import AXK1, AXK1Config
 from redeqx.models.bamba import Bamba, BambaConfig
 from redeqx.models.bloom import Bloom
 from redeqx.models.cohere import Cohere, Cohere2
+from redeqx.models.cohere_moe import Cohere2Moe
 from redeqx.models.cwm import CwmConfig
 from redeqx.models.decoder import Decoder, Factors, InitialSteps, SequenceClassifier, TokenClassifier
 from redeqx.models.deepseek import DeepseekV2
@@ -44,6 +47,7 @@ from redeqx.models.hy3 import HYV3
 from redeqx.models.internlm import InternLM3, IQuestCoder
 from redeqx.models.jamba import Jamba, JambaConfig
 from redeqx.models.lfm import Lfm2, Lfm2Config
+from redeqx.models.lfm3 import Lfm3
 from redeqx.models.lfm_moe import Lfm2Moe
 from redeqx.models.mamba import FalconMamba, FalconMambaConfig, Mamba, MambaConfig
 from redeqx.models.mamba2 import Mamba2, Mamba2Config
@@ -272,6 +276,24 @@ def test_presets_have_the_published_number_of_parameters(cls):
         (IQuestCoder, {"use_sliding_window": True}, r"`use_sliding_window`: expected False or None, .* got True"),
         (OpenAIGPT, {"afn": "tanh"}, r"`afn`: expected 'gelu_new', 'silu' or 'relu', got 'tanh'"),
         (HunyuanMoe, {"moe_topk": [1, 2]}, r"`moe_topk`: expected the same number for all layers, .* got \[1, 2\]"),
+        (AriaText, {"mlp_bias": True}, r"`mlp_bias`: expected False, .* got True"),
+        (AriaText, {"hidden_act": "gelu"}, r"`hidden_act`: expected 'silu', got 'gelu'"),
+        (Lfm3, {"conv_bias": True}, r"`conv_bias`: expected False, .* got True"),
+        (
+            Lfm3,
+            {"layer_types": ["conv"]},
+            r"`layer_types`: expected conv or full_attention or sliding_attention for each of 24",
+        ),
+        (
+            Cohere2Moe,
+            {"expert_selection_fn": "tanh"},
+            r"`expert_selection_fn`: expected 'softmax' or 'sigmoid', .* got 'tanh'",
+        ),
+        (
+            Cohere2Moe,
+            {"shared_expert_combination_strategy": "max"},
+            r"`shared_expert_combination_strategy`: expected 'average' or 'sum', .* got 'max'",
+        ),
         (HYV3, {"mlp_bias": True}, r"`mlp_bias`: expected False, .* got True"),
         (XGLM, {"add_cross_attention": True}, r"`add_cross_attention`: expected False, .* got True"),
         (XGLM, {"layerdrop": 0.1}, r"`layerdrop`: expected 0\.0, .* got 0\.1"),
@@ -556,6 +578,38 @@ def test_only_gemmas_round_the_scale_of_embeddings(name, tmp_path):
     found = np.asarray(_embedded(model, jnp.arange(len(rows))))
     np.testing.assert_array_equal(found, wanted)
     assert (found != other).any()
+
+
+def test_first_layers_of_command_a_have_a_distance_of_windows_of_their_own():
+    keys = {"num_hidden_layers": 5, "first_k_dense_replace": 2, "sliding_window_pattern": 3}
+    config = Cohere2Moe.config_class.from_hf(ConfigReader(keys))
+    assert config.windows == (None, None, 4096, 4096, None)
+    assert config.rotated == (True, True, True, True, False)
+    other = Cohere2Moe.config_class.from_hf(ConfigReader({**keys, "prefix_dense_sliding_window_pattern": 2}))
+    assert other.windows == (4096, None, 4096, 4096, None)
+    assert other.rotated == (True, False, True, True, False)
+    for each in (config, other):
+        assert Cohere2Moe.config_class.from_hf(ConfigReader(each.to_hf())) == each
+    with pytest.raises(ValueError, match=r"`unrotated_layers`: expected None or those without a window, \(3, 7,"):
+        Cohere2Moe.config_class(unrotated_layers=(0,))
+    with pytest.raises(ValueError, match=r"`renormalize`: expected True with a softmax, got False"):
+        Cohere2Moe.config_class(renormalize=False)
+
+
+def test_published_files_of_axk1_have_no_correction_and_an_unused_norm(tmp_path):
+    sizes = {"d_model": 16, "d_mlp": 24, "n_layers": 2, "n_heads": 2, "latent_size": 8, "query_latent_size": 8}
+    sizes |= {"plain_size": 4, "shared_rotary_size": 4, "value_size": 4, "n_experts": 8, "d_expert": 8, "d_shared": 8}
+    config = AXK1Config(vocab_size=31, n_expert_groups=1, n_chosen_groups=1, **sizes)
+    model = random_model(AXK1, config)
+    save_pretrained(model, config, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
+    save_file(
+        {**tensors, "model.layers.0.post_mlp_layernorm.weight": np.ones(16, np.float32)}, tmp_path / "model.safetensors"
+    )
+    found, _ = from_pretrained(tmp_path)
+    expected = eqx.tree_at(lambda m: m.stack.blocks.mlp.correction, model, jnp.zeros((1, 8)))
+    assert eqx.tree_equal(found, expected)
 
 
 def test_published_files_of_exaone_have_keys_of_their_own():

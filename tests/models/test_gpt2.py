@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import math
 
 import equinox as eqx
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from redeqx.models import generate
+from redeqx.models import from_pretrained, generate, save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from tests.models.families._case import is_shape, random_model
 
@@ -176,6 +177,16 @@ def test_the_first_loss_is_that_of_uniform_predictions():
 def test_presets_have_the_published_number_of_parameters(config, n_parameters):
     model = eqx.filter_eval_shape(GPT2, config, key=jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(model) if is_shape(leaf)) == n_parameters
+
+
+def test_folders_of_gpt_sw3_are_read(tmp_path):
+    model = eqx.nn.inference_mode(make_model())
+    save_pretrained(model, CONFIG, tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "model_type": "gpt-sw3"}))
+    found, config = from_pretrained(tmp_path)
+    assert type(found) is GPT2 and config == CONFIG
+    assert eqx.tree_equal(eqx.nn.inference_mode(found), model)
 
 
 @pytest.mark.sweep

@@ -178,6 +178,8 @@ def test_the_defaults_of_absent_keys_are_those_of_transformers():
         ("lfm2", "intermediate_size"),  # as adjusted
         ("lfm2", "block_auto_adjust_ff_dim"),
         ("gemma4_text", "full_attention"),  # a rope with its factor, 1
+        ("gemma4_unified_text", "full_attention"),
+        ("lfm3", "full_attention"),
     }
 
 
@@ -196,6 +198,7 @@ HARMLESS = """
     use_weighted_layer_sum z_loss_coefficient
 """
 HARMLESS_OF = {
+    "axk1": {"head_dim"},
     "clip_text_model": {"projection_dim"},
     "clip_vision_model": {"projection_dim"},
     "cohere2": {"head_dim"},
