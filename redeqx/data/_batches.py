@@ -142,12 +142,14 @@ class _Pass:
         return _Step(i, step, rows, [step.places[row] for row in rows], examples, self.pool.start(examples))
 
     def collated(self, given: _Step) -> tuple[_Step, PyTree]:
-        """Returns a step with its rows, compared with those of other processes: all rows if they vary."""
+        """Returns a step with its rows, compared with those of other processes: all rows if they vary or are mixed."""
         batch = None
         if given.i == 0 and self.check is not None:
             batch = given.batch()
-            alone = [] if self.is_update else collate_alone(lambda each: self.pool.start(each)(), given.examples)
-            self.collates_whole = self.check.vary([batch, *alone])
+            alone, mixes = [], False
+            if not self.is_update:
+                alone, mixes = collate_alone(lambda each: self.pool.start(each)(), given.examples, batch)
+            self.collates_whole = self.check.vary([batch, *alone], mixes=mixes)
         if self.collates_whole and len(given.rows) < len(given.step.examples):  # begun before that was known
             given, batch = self.begun(given.i, given.step), None
         batch = given.batch() if batch is None else batch

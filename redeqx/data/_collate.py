@@ -42,13 +42,33 @@ def collate(collate_fn: Callable[[list], PyTree], examples: list, places: Sequen
             raise
 
 
-def collate_alone(collate_fn: Callable[[list], PyTree], examples: list) -> list[PyTree[np.ndarray]]:
-    """Returns the batches of a few of these examples, each alone; none if `collate_fn` takes no single ones."""
+def collate_alone(
+    collate_fn: Callable[[list], PyTree], examples: list, batch: PyTree[np.ndarray]
+) -> tuple[list[PyTree[np.ndarray]], bool]:
+    """Returns the batches of a few of these examples, each alone, or none if `collate_fn` takes no single ones; and whether
+    their rows in `batch`, that of all of them, depend on the others. Rows that are random cannot be compared."""
     places = sorted({round(i) for i in np.linspace(0, len(examples) - 1, _N_ALONE)}) if examples else []
+    collated = lambda: [_checked_batch(collate_fn([examples[i]]), 1) for i in places]  # noqa: E731
     try:
-        return [_checked_batch(collate_fn([examples[i]]), 1) for i in places]
+        alone = collated()
+        within = [jax.tree.map(lambda x, i=i: x[i : i + 1], batch) for i in places]
+        return alone, not all(map(_are_alike, within, alone)) and all(map(_are_alike, collated(), alone))
     except Exception:  # such as of a `collate_fn` that needs pairs of examples
-        return []
+        return [], False
+
+
+def _are_alike(batch: PyTree[np.ndarray], other: PyTree[np.ndarray]) -> bool:
+    """Returns whether two batches have the same values, up to rounding, where they have the same shapes."""
+    pairs = zip(jax.tree.leaves(batch), jax.tree.leaves(other), strict=False)
+    return all(_are_close(x, y) for x, y in pairs if x.shape == y.shape)
+
+
+def _are_close(x: np.ndarray, y: np.ndarray) -> bool:
+    if not jnp.issubdtype(x.dtype, np.inexact):
+        return np.array_equal(x, y)
+    x, y = (each.astype(np.complex128 if each.dtype.kind == "c" else np.float64) for each in (x, y))  # also of bfloat16
+    largest = np.abs(y[np.isfinite(y)]).max(initial=0.0)
+    return np.allclose(x, y, rtol=1e-2, atol=1e-3 * largest, equal_nan=True)
 
 
 _N_ALONE = 8

@@ -62,16 +62,17 @@ class RowCheck:
     def __init__(self, peers: Peers, say: Callable[[str], None]):
         self._peers, self._say, self._number = peers, say, next(self._numbers)
 
-    def vary(self, batches: Iterable[PyTree]) -> bool:
-        """Returns whether rows of these batches, or of those of other processes, have different shapes, so that each process
-        must collate all rows of a step. Waits for all processes."""
+    def vary(self, batches: Iterable[PyTree], *, mixes: bool) -> bool:
+        """Returns whether rows of these batches, or of those of other processes, have different shapes or, as `mixes` says,
+        depend on others of their batch, so that each process must collate all rows of a step. Waits for all processes."""
         kinds = sorted({zlib.crc32(json.dumps(_shapes(batch)).encode()) for batch in batches})
-        found = self._peers.gather(f"shapes of rows, pass {self._number}", kinds)
-        varies = len(set().union(*found)) > 1
-        if varies and not RowCheck._has_said:
+        found = self._peers.gather(f"shapes of rows, pass {self._number}", [kinds, mixes])
+        varies, mixes = len(set().union(*(kinds for kinds, _ in found))) > 1, any(mixes for _, mixes in found)
+        if (varies or mixes) and not RowCheck._has_said:
             RowCheck._has_said = True
-            self._say("`collate_fn`: rows of other examples have other shapes, so every process collates whole batches")
-        return varies
+            why = "rows of other examples have other shapes" if varies else "a row depends on other examples of its batch"
+            self._say(f"`collate_fn`: {why}, so every process collates whole batches")
+        return varies or mixes
 
     def __call__(self, i: int, batch: PyTree, n_examples: int) -> None:
         """Checks that step `i` has the same number of examples (0 after the last step) in all processes, and the collated

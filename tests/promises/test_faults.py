@@ -274,7 +274,7 @@ def test_process_0_decides_if_a_metric_differs(tmp_path):
     )
 
 
-@pytest.mark.parametrize("options", [(), ("--ragged",)])
+@pytest.mark.parametrize("options", [(), ("--ragged",), ("--centred",)])
 @pytest.mark.sweep
 def test_two_processes_train_like_one(tmp_path, options):
     """Both runs have eight devices: the order of data and the random numbers are equal; only the order of sums differs."""

@@ -40,6 +40,7 @@ parser.add_argument("--start", type=float, default=300.0)
 parser.add_argument("--hang", type=float)
 parser.add_argument("--rest", action="store_true", help="epochs, evaluations and predictions that end in a smaller batch")
 parser.add_argument("--ragged", action="store_true", help="rows are as long as the longest of their batch")
+parser.add_argument("--centred", action="store_true", help="rows are centred by the mean of their batch")
 parser.add_argument("--dropout", type=float, default=0.1)
 parser.add_argument("--fault", default="none")
 parser.add_argument("--at", type=int, default=8, help="the step before which the fault happens")
@@ -188,7 +189,7 @@ def collate_fn(numbers):
     x, y = np.stack([row[:length] for row in rows]), np.stack([row[16:] for row in rows])
     if args.fault == "nan":
         x = np.where(np.asarray(numbers)[:, None] == 7, np.nan, x)
-    return {"x": x, "y": y}
+    return {"x": x - x.mean(0) if args.centred else x, "y": y}
 
 
 def loss_fn(model, batch, key):
