@@ -46,6 +46,7 @@ from redeqx.models.hunyuan import HunyuanMoe
 from redeqx.models.hy3 import HYV3
 from redeqx.models.internlm import InternLM3, IQuestCoder
 from redeqx.models.jamba import Jamba, JambaConfig
+from redeqx.models.lara import LaraMini
 from redeqx.models.lfm import Lfm2, Lfm2Config
 from redeqx.models.lfm3 import Lfm3
 from redeqx.models.lfm_moe import Lfm2Moe
@@ -284,6 +285,7 @@ def test_presets_have_the_published_number_of_parameters(cls):
             {"layer_types": ["conv"]},
             r"`layer_types`: expected conv or full_attention or sliding_attention for each of 24",
         ),
+        (LaraMini, {"sliding_window": None}, r"`layer_types`: expected linear_attention or full_attention for each of 34"),
         (
             Cohere2Moe,
             {"expert_selection_fn": "tanh"},

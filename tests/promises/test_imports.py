@@ -47,7 +47,7 @@ LAYERS = (
     ("models.exaone3", "models.granite_swa", "models.hyperclovax", "models.internlm", "models.mellum"),
     ("models.hy3", "models.minicpm", "models.openai_gpt", "models.xglm", "models.youtu"),
     ("models.aria", "models.flint", "models.kolibri", "models.nanochat", "models.sarvam"),
-    ("models.axk1", "models.cohere_moe", "models.lfm3"),
+    ("models.axk1", "models.cohere_moe", "models.lara", "models.lfm3"),
     ("models.dinov2", "models.mmdit", "models.schedulers", "models.siglip", "models.unet", "models.vae", "models.vit"),
     ("models.llava", "models.text_to_image", "models.vision_encoder_decoder", "models.whisper"),
     ("models._families",),

@@ -498,6 +498,13 @@ CASES = [
         num_experts=4,
         logit_scale=2.0,
     ),
+    case(
+        "lara-mini",
+        "LaraMini",
+        **{**HYBRID, **SPARSE, "num_hidden_layers": 5, "intermediate_size": None},
+        layer_types=["linear_attention", "sliding_attention", "linear_attention", "full_attention", "sliding_attention"],
+        sliding_window=4,
+    ),
     case("lfm3", "Lfm3", num_hidden_layers=5, head_dim=8, sliding_window=4, conv_L_cache=3),
     case("gpt-neo", "GPTNeo", **NEO, window_size=4, attention_types=[[["local", "global"], 1]]),
     case("nemotron", "Nemotron", hidden_size=32),
