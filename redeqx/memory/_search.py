@@ -324,7 +324,7 @@ def _levels_of(
     same = [remat for remat, content in programs.items() if content == own_content]
     if len(programs) < 2:
         same, programs = [own.remat], {own.remat: own_content}
-    splits = is_gpu and own.n_model_shards > 1 and own.split_residual is None and "matmuls" in programs
+    splits = platform != "cpu" and own.n_model_shards > 1 and own.split_residual is None and "matmuls" in programs
     splits = splits and content_of(replace(own, remat="matmuls", split_residual=True)) != programs["matmuls"]
     levels = {remat: flops for remat, (flops, _) in programs.items()}
     return replace(own, remat=next(iter(same), own.remat)), levels, unrolls, splits

@@ -127,14 +127,14 @@ class Compute:
     def splits_residual_on(self, mesh: Mesh) -> bool:
         """Returns whether the model axis splits positions between layers on the devices of a mesh.
 
-        By default where it sends at most a tenth more: on GPUs, if the backward pass recomputes either nothing or products
-        too (`transforms._split_residual`). XLA makes no reduce-scatters for CPUs. TPUs v5e and v6e send 0.97 and 0.92 of the
-        bytes with `remat="none"`, by the option in `settings_on`; other levels were not compiled (2026-12-01)."""
+        By default where it sends at most a tenth more: on GPUs and TPUs, if the backward pass recomputes either nothing or
+        products too (`transforms._split_residual`). XLA makes no reduce-scatters for CPUs. TPUs v5e and v6e send 0.97 and
+        0.92 of the bytes with `remat="none"`, 1.07 and 1.02 with `"full"`, by the option in `settings_on` (2026-12-01)."""
         if mesh.shape[MODEL] == 1:
             return False
         if self.split_residual is not None:
             return self.split_residual
-        return mesh.devices.flat[0].platform in ("cuda", "gpu") and self.remat_level != "matmuls"
+        return mesh.devices.flat[0].platform != "cpu" and self.remat_level != "matmuls"
 
     def settings_on(self, mesh: Mesh) -> dict[str, Any]:
         """Returns the XLA options of this step on the devices of a mesh that are not those of `machine.SETTINGS`: their

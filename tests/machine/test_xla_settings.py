@@ -99,6 +99,8 @@ def test_a_split_residual_stream_is_not_permuted_on_tpus():
     """XLA would make loops of products and permutes of its gathers. Programs without it have those of their weights."""
     name, mesh = "xla_jf_spmd_threshold_for_windowed_einsum_mib", mesh_of("tpu")
     own = redeqx.Compute(split_residual=True).settings_on(mesh)
+    assert redeqx.Compute(remat="full").settings_on(mesh)[name] == own[name]  # by default, but with `remat="matmuls"`
+    assert redeqx.Compute(remat="matmuls").settings_on(mesh) == {}
     assert xla_settings(mesh, "auto", own).options == {**SETTINGS["tpu"], name: 1_000_000}
     assert xla_settings(mesh, {name: 1}, own).options == {name: 1}  # set in the script
     assert name not in xla_settings(mesh, "auto").options  # of a predictor

@@ -315,7 +315,7 @@ SWEPT = [
     ("linear_attention", 8, 1),
 ]
 GRID = [*QUICK, *(pytest.param(*case, marks=pytest.mark.sweep) for case in SWEPT)]
-# With the residual stream over the model shards, which only GPUs do by themselves; with the number of micro-batches.
+# With the residual stream over the model shards, which CPUs do not by themselves; with the number of micro-batches.
 RESIDUAL = [
     pytest.param("gpt2_loss_in_chunks", 1, 4, {"remat": "full"}, 1),
     pytest.param("equinox_attention", 2, 2, {}, 2),
