@@ -52,7 +52,11 @@ def collate_alone(
     try:
         alone = collated()
         within = [jax.tree.map(lambda x, i=i: x[i : i + 1], batch) for i in places]
-        return alone, not all(map(_are_alike, within, alone)) and all(map(_are_alike, collated(), alone))
+        if all(map(_are_alike, within, alone)):
+            return alone, False
+        # Both once more: a rare augmentation may have been drawn in one of them only.
+        is_same = all(map(_are_alike, collated(), alone))
+        return alone, is_same and _are_alike(_checked_batch(collate_fn(examples), len(examples)), batch)
     except Exception:  # such as of a `collate_fn` that needs pairs of examples
         return [], False
 

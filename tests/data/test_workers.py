@@ -364,6 +364,53 @@ def test_workers_ignore_signals_to_the_group_and_end_with_their_parent(tmp_path)
     assert not Path(f"/proc/{pid}").exists() or Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
 
 
+# --- rows that depend on each other, in several processes ------------------------------------------------------------
+
+
+class Compared:
+    """What the checks of a run of several processes are told."""
+
+    mixes = None
+
+    def vary(self, batches, *, mixes):
+        self.mixes = mixes
+        return False
+
+    def __call__(self, i, batch, n_examples):
+        pass
+
+
+class Flips:
+    """Flips the rows in the calls of these numbers, as an augmentation that is rarely drawn."""
+
+    def __init__(self, *calls):
+        self.calls, self.n = calls, 0
+
+    def __call__(self, examples):
+        self.n += 1
+        return -np.stack(examples) if self.n in self.calls else np.stack(examples)
+
+
+@pytest.mark.parametrize(
+    ("collate_fn", "expected"),
+    [
+        (np.stack, False),
+        (lambda rows: np.stack(rows) - np.mean(rows, axis=0), True),
+        (lambda rows: {"x": np.stack(rows), "share": np.full(len(rows), 1 / len(rows))}, True),
+        (lambda rows: {"x": np.stack(rows), "length": np.count_nonzero(rows, axis=1)}, False),
+        (lambda rows: np.where(np.arange(3) == 1, np.nan, rows), False),
+        (Flips(1), False),  # the whole batch
+        (Flips(4), False),  # an example alone
+    ],
+)
+def test_rows_that_are_drawn_do_not_depend_on_each_other(collate_fn, expected):
+    """Also if an augmentation is so rare that few calls draw it."""
+    compared, examples = Compared(), np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    with closing(batches(slices(examples, 8), CollatePool(collate_fn), SIZE, make_mesh(), compared)) as steps:
+        next(steps)
+    assert compared.mixes is expected
+
+
 # --- closing ---------------------------------------------------------------------------------------------------------
 
 
