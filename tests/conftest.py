@@ -94,6 +94,8 @@ def pytest_collection_modifyitems(config, items):
     """Chooses a part of the long tests. The cases of one test follow each other, so that each part has some of them."""
     items.sort(key=lambda item: RANKS.get(str(item.path), len(RANKS)))
     part, n_parts = map(int, config.option.part.split("/"))
+    if not 1 <= part <= n_parts:
+        raise pytest.UsageError(f"--part: expected a number from 1 to {n_parts}, got {part}")
     long = [item for item in items if item.get_closest_marker("sweep") or item.get_closest_marker("parity")]
     left_out = {item for i, item in enumerate(long) if i % n_parts != part - 1}
     config.hook.pytest_deselected(items=[*left_out])

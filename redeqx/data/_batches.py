@@ -201,7 +201,10 @@ class _Pass:
     def needed_rows(self, i: int, step: Slice, use: RowUse) -> np.ndarray:
         n, has_all = len(step.examples), self.collates_whole or not self.mesh.is_multi_process
         rows = np.arange(n) if has_all else local_rows(self.cut(i, step, use), self.mesh)
-        return rows if rows[-1] < n else np.unique(np.minimum(rows, n - 1))  # those of padding repeat the last one
+        rows = rows if rows[-1] < n else np.unique(np.minimum(rows, n - 1))  # those of padding repeat the last one
+        if len(rows) == 1 < n and i == 0 and not self.is_update:  # with another one, on which it may depend
+            rows = np.unique([*rows, (rows[0] + 1) % n])
+        return rows
 
 
 def _shapes(batch: PyTree) -> Any:

@@ -55,12 +55,13 @@ def pad(x: jax.Array, fill: jax.Array, sizes: Sequence[tuple[int, int, int]]) ->
     if any(n for _, _, n in sizes):
         x = jax.lax.pad(x, fill, [(0, 0, n) for _, _, n in sizes])
     shape = [n + low + high for n, (low, high, _) in zip(x.shape, sizes, strict=True)]
-    starts = [min(max(-low, 0), n) for n, (low, _, _) in zip(x.shape, sizes, strict=True)]
-    ends = [max(n + min(high, 0), start) for n, (_, high, _), start in zip(x.shape, sizes, starts, strict=True)]
-    x = jax.lax.slice(x, starts, ends)
-    before = [min(max(low, 0), n - kept) for n, kept, (low, _, _) in zip(shape, x.shape, sizes, strict=True)]
+    if any(min(low, high) < 0 for low, high, _ in sizes):
+        starts = [min(max(-low, 0), n) for n, (low, _, _) in zip(x.shape, sizes, strict=True)]
+        ends = [max(n + min(high, 0), start) for n, (_, high, _), start in zip(x.shape, sizes, starts, strict=True)]
+        x = jax.lax.slice(x, starts, ends)
     if x.shape == tuple(shape):
         return x
+    before = [min(max(low, 0), n - kept) for n, kept, (low, _, _) in zip(shape, x.shape, sizes, strict=True)]
     after = [n - low - kept for n, low, kept in zip(shape, before, x.shape, strict=True)]
 
     @jax.custom_jvp
