@@ -457,7 +457,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         name: str = "last",
         *,
         metrics: Mapping[str, float] | None = None,
-        keep_last: int = 2,
+        keep_last: int | None = None,
         save_opt_states: bool = True,
         save_float_dtype: Any = None,
         then: Callable[[Location], None] | None = None,
@@ -469,8 +469,8 @@ class Trainer(RedcoNames, Generic[ModelT]):
         - `name`: its name for `load_ckpt` and in `index.json`. A checkpoint is kept as long as it has a name.
         - `metrics`: numbers by name for its `trainer.json`, such as those it was chosen by; by default those of a fit's
             evaluation of this step.
-        - `keep_last`: how many of the newest checkpoints are kept without a name; in a fit, the most that any of its saves
-            keeps.
+        - `keep_last`: how many of the newest checkpoints are kept without a name; by default as many as the newest fit or
+            save kept, or 2. In a fit, the most that any of its saves keeps.
         - `save_opt_states`: whether to save what only resuming needs. A run does not resume from a checkpoint without it.
         - `save_float_dtype`: floating leaves of the model are cast to it in the file.
         - `then`: a function of the folder. With it, `save_ckpt` returns as soon as the arrays are copied to the host; a
@@ -483,7 +483,8 @@ class Trainer(RedcoNames, Generic[ModelT]):
         if not is_plain(name) or name.startswith("step_"):
             rule = "a name for the index, without `/`, that does not begin with `step_`, as folders do"
             raise ValueError(f"`name`: expected {rule}, got {brief(name)}. Pass 'best', for example.")
-        check_count(keep_last, "keep_last", 0, advice="Pass the number of checkpoints to keep.")
+        if keep_last is not None:
+            check_count(keep_last, "keep_last", 0, advice="Pass the number of checkpoints to keep.")
         check_flag(save_opt_states, "save_opt_states")
         if not isinstance(metrics, Mapping | None):
             raise TypeError(f"`metrics`: expected numbers by name, got {brief(metrics)}. Pass a dict: `{{'loss': 0.5}}`.")

@@ -200,7 +200,7 @@ class Checkpointer:
         tags: Sequence[str],
         *,
         metrics: Mapping[str, float] | None = None,
-        keep_last: int,
+        keep_last: int | None,
         save_opt_states: bool,
         save_float_dtype: Any,
         then: Callable[[Location], None] | None = None,
@@ -215,6 +215,7 @@ class Checkpointer:
             tags = [*tags, *sorted(self.tags.difference(tags))]
         if metrics is None:
             metrics = self.progress.metrics if self.progress.evaluated == step else {}
+        keep_last = self._keep_last if keep_last is None else keep_last
         if self._callbacks is not None:
             keep_last = self._keep_last = max(self._keep_last, keep_last)
 

@@ -594,6 +594,16 @@ def test_a_save_in_a_fit_keeps_what_another_one_keeps(of_fit, of_callback, tmp_p
     assert {int(path.name[5:13]) for path in (tmp_path / "ckpts").glob("step_*")} == {2, 3, 4, 5, 6}
 
 
+def test_a_save_after_a_fit_keeps_what_the_fit_kept(tmp_path):
+    trainer = make_trainer(tmp_path)
+    fit(trainer, save_every_n_steps=1, keep_last=5)
+    kept = lambda: {int(path.name[5:13]) for path in (tmp_path / "ckpts").glob("step_*")}  # noqa: E731
+    trainer.save_ckpt("final")
+    assert kept() == {2, 3, 4, 5, 6}
+    trainer.save_ckpt("final", keep_last=1)  # as asked for
+    assert kept() == {6}
+
+
 def test_a_checkpoint_is_not_loaded_inside_a_fit(tmp_path):
     class Load(redeqx.Callback):
         def on_epoch_end(self, trainer, metrics):
