@@ -113,7 +113,7 @@ class Predictor(RedcoNames):
         self._placed: tuple[PyTree, PyTree] | None = None
         self._read: Callable[[Plan], PyTree] | None = None  # reads the model, of which `_model` has the shapes
         self._engine: Engine | None = None  # of the Trainer whose model this is
-        self._say_mixed = Once(deployer.console.info)
+        self._say_once = Once(deployer.console.info)
 
     @classmethod
     @filter_traceback
@@ -363,7 +363,7 @@ class Predictor(RedcoNames):
     def _make_step(self, structure: Structure, plan: Plan, state: PyTree, *, named: bool = False) -> Callable[..., Any]:
         predict = self._prediction(structure, state)
         options = xla_settings(plan.mesh, self._deployer.xla_settings).options
-        judged = partial(_say_mixed, self._say_mixed)  # no method: in a cycle, arrays would stay
+        judged = partial(_say_mixed, self._say_once)  # no method: in a cycle, arrays would stay
         return make_predict_step(structure, plan, self._compute, predict, named=named, options=options, judged=judged)
 
 

@@ -1,4 +1,4 @@
-"""Pads that XLA computes wrongly if the dim is split, silently or not.
+"""Pads and strided slices, which XLA computes wrongly where the dim is split.
 
 A pad that cuts an end off is wrong if its operand is replicated and its result is split: `pad(x, 0, [(1, -1, 0)])`, a shift.
 The derivative of each pad is such a pad, and XLA joins those that follow each other. So the gradient of
